@@ -51,7 +51,7 @@ from outrider.data.rendered_text import (
     thought_of,
 )
 from outrider.data.template_forms import END_TAG
-from outrider.models import chat_template
+from outrider.models.target import chat_template
 
 Span: TypeAlias = tuple[int, int]  # start, end (exclusive)
 WINDOW, MARGIN = 8, 2  # answers of a window, and further ones on either side of them

@@ -35,7 +35,7 @@ from outrider.data.tokenise import Document, conversation_key, render_all, show_
 from outrider.data.trace_source import TraceSources
 from outrider.data.training_data import TrainingData, pack_documents
 from outrider.models.formats.fingerprints import fingerprints
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target.load import LoadedTarget, stop_ids
 
 
 class Text(NamedTuple):

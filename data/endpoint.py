@@ -26,7 +26,7 @@ from outrider.conf.schema import GenerateConfig
 from outrider.data.generate import OnAnswer, PromptTokens
 from outrider.data.generated_store import GeneratedAnswer
 from outrider.data.rendered_text import Tokenizer
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 PROBE = 8  # tokens of the first answer that are compared with our own target
 REFUSED = (400, 413, 422)  # status codes that no retry changes

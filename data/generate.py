@@ -18,7 +18,7 @@ from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 SHARD = 64  # prompts per shard
 SORT_BLOCK = 512  # prompts that are sorted by length together

@@ -27,7 +27,7 @@ from outrider.conf.files import parse_json, read_json, sha256_of, write_json
 from outrider.conf.tensor_files import int_column, write_tensors
 from outrider.data.tokenise import Document
 from outrider.models.formats.weight_folder import damaged_means_error
-from outrider.models.hf_folder import plain_weights_name
+from outrider.models.target.hf_folder import plain_weights_name
 
 MANIFEST = "manifest.json"
 

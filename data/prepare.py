@@ -6,9 +6,10 @@ from outrider.data.corpus import load_text, load_training_data
 from outrider.data.record.writer import write_recording
 from outrider.data.reporter import Reporter
 from outrider.data.target_fit import load_fitting_target
-from outrider.models import drafters, process
+from outrider.models import drafters
 from outrider.models.adapt import adapt
-from outrider.models.load import LoadedTarget
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 
 
 def prepare(config: Config) -> int:

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
 from outrider.data.template_forms import END_TAG, TAG, TemplateForms, template_forms
-from outrider.models import chat_template
+from outrider.models.target import chat_template
 
 Tokenizer: TypeAlias = Any  # a transformers PreTrainedTokenizerBase; importing it costs seconds
 SHOWN = 8  # turns of a conversation in a message, from either end

@@ -33,10 +33,10 @@ from outrider.data.rendered_text import ConversationError, skippable
 from outrider.data.reporter import Reporter
 from outrider.data.sources import Source, data_source, require_path
 from outrider.data.tokenise import conversation_key, prompt_ids
-from outrider.models import process
-from outrider.models.chat_template import template_hash
 from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target import process
+from outrider.models.target.chat_template import template_hash
+from outrider.models.target.load import LoadedTarget, stop_ids
 
 CONVERSATIONS = Path(__file__).parent / "tiny" / "conversations.jsonl"
 PROMPTS = Path(__file__).parent / "prompts" / "general.jsonl"

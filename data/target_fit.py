@@ -8,10 +8,11 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.conf.searched import SearchedConfig
 from outrider.data.record.layout import check_record
-from outrider.models import drafters, load, process
+from outrider.models import drafters
 from outrider.models.decode.from_config import decodings, sampling_of
 from outrider.models.interface import ModelShape
-from outrider.models.load import LoadedTarget
+from outrider.models.target import load, process
+from outrider.models.target.load import LoadedTarget
 
 
 def load_fitting_target(

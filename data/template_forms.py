@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.data.conversations import Message
 from outrider.data.tool_calls import THOUGHT_KEYS, call_arguments
-from outrider.models import chat_template
+from outrider.models.target import chat_template
 
 CONTENT, THOUGHT, NAME, ARGUMENT = "xqcontentjz", "xqthoughtjz", "xqnamejz", "xqargumentjz"
 CITY = "xqkeyjz"

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from outrider.models.interface import Batch, Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 
 @runtime_checkable

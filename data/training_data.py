@@ -18,9 +18,9 @@ from outrider.data.batches import select_rows
 from outrider.data.pack import Rows, pack, split_holdout
 from outrider.data.tokenise import Document
 from outrider.data.trace_source import TargetTraces, TraceSources
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Trace
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 
 @dataclass

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from outrider.eval.decoder import Result as Result
     from outrider.models.decode.dynamic_tree import DynamicTree as DynamicTree
     from outrider.models.decode.policy import Chain as Chain
-    from outrider.models.decode.rule_table import bind_rule as bind_rule
+    from outrider.models.decode.rules.rule_table import bind_rule as bind_rule
     from outrider.models.decode.static_tree import StaticTree as StaticTree
 
 __all__ = ["Chain", "Chat", "Decoder", "DynamicTree", "Piece", "Result", "StaticTree", "bind_rule"]

@@ -26,7 +26,7 @@ from outrider.conf.schema import Config
 from outrider.conf.tensor_files import fingerprint
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
 from outrider.train.teacher import TargetHead
 

@@ -38,7 +38,7 @@ from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
-from outrider.models.decode.rule_table import RULES
+from outrider.models.decode.rules.rule_table import RULES
 
 COLOURS = {ACCEPTED: "green", CORRECTION: "red", BONUS: "cyan", FIRST: "yellow", PLAIN: ""}
 LEGEND = {

@@ -42,14 +42,15 @@ from outrider.eval.requests import (
     check_policy,
     tokenise_prompt,
 )
-from outrider.models import drafters, formats, process
+from outrider.models import drafters, formats
 from outrider.models.decode import from_config
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import DialogueCache, Event, Output, Request, Stops
-from outrider.models.drafter import Drafter
-from outrider.models.load import load_target, read_shape, stop_ids
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target import process
+from outrider.models.target.load import load_target, read_shape, stop_ids
+from outrider.models.target.target import Target
 from outrider.train.settings import check_published, drafter_schema, is_untrained, load_run
 
 

@@ -34,17 +34,17 @@ from outrider.data.tokenise import prompt_ids
 from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import Mismatch, Report, format_number
-from outrider.models.chat_template import template_hash
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
 from outrider.models.decode.request import Output, Stops
-from outrider.models.decode.rule_table import RULES
+from outrider.models.decode.rules.rule_table import RULES
 from outrider.models.decode.verifier import CoupledVerifier
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.interface import Trace
-from outrider.models.load import stop_ids
-from outrider.models.target import Target
+from outrider.models.target.chat_template import template_hash
+from outrider.models.target.load import stop_ids
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 
 WARM_TOKENS = 32  # of a warm-up answer: enough to run every shape of a round

@@ -12,12 +12,13 @@ from outrider.conf.schema import Config, UntrainedConfig
 from outrider.conf.searched import SearchedConfig
 from outrider.data.target_fit import load_fitting_target
 from outrider.eval.hub import DRAFTER_FILES, fetch
-from outrider.models import drafters, formats, process
-from outrider.models.drafter import Drafter
+from outrider.models import drafters, formats
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.load import LoadedTarget
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import Target
 
 
 def require_single_process(verb: str) -> None:

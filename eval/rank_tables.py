@@ -18,7 +18,7 @@ How the k-th child is drafted, and when it is accepted:
             of noise per position.
 
 The probabilities of `drawn` are exact given the tokens rejected before, which are sampled from
-max(q - r, 0). Shape letters: N rows, K ranks, D depths, besides those of `models/drafter.py`.
+max(q - r, 0). Shape letters: N rows, K ranks, D depths, besides those of `models/drafting/drafter.py`.
 
 Source: positional acceptance, Chen et al. 2024, "Sequoia", section 3, arXiv:2402.12374; accuracies
 of ranks, Cai et al. 2024, "Medusa", section 2.3.3, arXiv:2401.10774.
@@ -38,12 +38,12 @@ from outrider.conf.errors import CorruptFile
 from outrider.conf.files import write_json
 from outrider.conf.json_shapes import read_object
 from outrider.models.decode import tree_shapes
-from outrider.models.decode.gumbel_coupling import log_exponential
+from outrider.models.decode.rules.gumbel_coupling import log_exponential
 from outrider.models.decode.sampling import draw
 from outrider.models.decode.warping import warp
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Guess, Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from outrider.train.teacher import TargetHead, max_logits
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from outrider.data.target_fit import load_fitting_target
 from outrider.eval.rank_tables import FILE, measure_held_out, read_tables
 from outrider.eval.report_tables import draft_search, narrow_table
 from outrider.eval.report_tables import explain as print_definitions
-from outrider.models import process
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.from_config import best_tree
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.formats import native
+from outrider.models.target import process
 from outrider.train.settings import read_saved_config
 
 TREE_NODES = 8  # nodes of the trees written for decode.tree

@@ -18,7 +18,7 @@ from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import RATE, number, read_object, read_rows, token
 from outrider.conf.quantities import format_count
 from outrider.eval.metrics import METRICS, ROUND_PARTS, Summary
-from outrider.models.decode.rule_table import COUPLED
+from outrider.models.decode.rules.rule_table import COUPLED
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
 ROUNDING = {"bfloat16": 0.5, "float16": 0.0625}

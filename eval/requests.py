@@ -15,7 +15,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.models.decode.policy import Policy
-from outrider.models.decode.rule_table import COUPLED, RULES, BoundRule, VerifyFn, bind_rule
+from outrider.models.decode.rules.rule_table import COUPLED, RULES, BoundRule, VerifyFn, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 
 PLAIN = "plain"

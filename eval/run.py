@@ -19,14 +19,14 @@ from outrider.eval.rank_tables import measure_held_out
 from outrider.eval.report import Report, save
 from outrider.eval.report_tables import explain_metrics, in_short, show_and_save, show_grid
 from outrider.eval.token_origins import report_summary
-from outrider.models import process
 from outrider.models.adapt import adapt
-from outrider.models.chat_template import template_change
 from outrider.models.decode.from_config import decodings
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.load import LoadedTarget
-from outrider.models.target import Target
+from outrider.models.target import process
+from outrider.models.target.chat_template import template_change
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import Target
 from outrider.train.manifest import RESTORE, read_manifest
 from outrider.train.trackers import TrackerThread
 

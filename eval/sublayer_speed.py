@@ -23,7 +23,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import Output, Stops
 from outrider.models.drafters.draft_verify import Config as DraftVerifyConfig
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target.load import LoadedTarget, stop_ids
 
 
 class Skipped(NamedTuple):

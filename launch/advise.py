@@ -41,9 +41,10 @@ from outrider.eval.report_tables import narrow_table
 from outrider.launch import scaling_law
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.scaling_law import FAR, Forecast, Point, ScalingFit, candidate_fits
-from outrider.models import drafters, process
+from outrider.models import drafters
 from outrider.models.adapt import adapt
-from outrider.models.load import LoadedTarget
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 from outrider.train import distributed, loop
 from outrider.train.checkpoint import FIX
 

@@ -24,7 +24,7 @@ from outrider.launch.processes import (
     open_log,
     train_command,
 )
-from outrider.models.process import THREADS, available_cores
+from outrider.models.target.process import THREADS, available_cores
 
 GRACE = 300  # seconds that torchrun gives ranks to save
 ShouldStop = Callable[[], bool]

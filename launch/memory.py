@@ -40,11 +40,11 @@ from outrider.launch.cluster import assume_world_size
 from outrider.launch.step_cost import checkpoint_bytes, step_flops
 from outrider.models import drafters
 from outrider.models.adapt import adapt
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape
-from outrider.models.load import meta_model
-from outrider.models.target import MASK_ELEMENTS, Target, decoder_layers
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.load import meta_model
+from outrider.models.target.target import MASK_ELEMENTS, Target, decoder_layers
 from outrider.train.distributed import BUCKET
 from outrider.train.settings import parse
 from outrider.train.teacher import CHUNK_GPU

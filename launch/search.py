@@ -39,10 +39,10 @@ from outrider.launch.combinations import expand_overrides
 from outrider.launch.grid import generate_texts
 from outrider.launch.job_pool import JobPool
 from outrider.launch.processes import INTERRUPTED
-from outrider.models import load
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings
-from outrider.models.target import Target
+from outrider.models.target import load
+from outrider.models.target.target import Target
 from outrider.train.settings import INPUT_FILES, check_files, parse
 
 MIN_TRIALS = 4  # before pruning starts

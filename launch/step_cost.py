@@ -1,8 +1,8 @@
 """Operations of an optimizer step and bytes of a run's checkpoints, counted from shapes."""
 
 from outrider.conf.schema import Config
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a layer, in config.json
 

@@ -19,12 +19,12 @@ from outrider.eval.open_drafter import build_untrained, describe_untrained
 from outrider.eval.run import has_reports, short_reports
 from outrider.eval.sublayer_search import FINALISTS, LOG, REPEATS, SublayerSearch
 from outrider.eval.sublayer_speed import Skipped, SpeedMeasurement, search_prompts
-from outrider.models import process
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import policy_of
 from outrider.models.drafters.draft_verify import Config as DraftVerifyConfig
 from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import LoadedTarget
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 from outrider.train.manifest import write_manifest
 from outrider.train.schedule import format_seconds
 from outrider.train.settings import FOUND, load_run

@@ -24,11 +24,12 @@ from outrider.data.training_data import TrainingData
 from outrider.eval.run import has_reports, quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.sublayers import search_sublayers
-from outrider.models import drafters, process
+from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import policy_of
 from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
-from outrider.models.load import LoadedTarget
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
 from outrider.train.checks import check_length
 from outrider.train.loop import fit

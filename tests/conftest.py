@@ -11,8 +11,8 @@ from outrider.conf.compose import compose
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
-from outrider.models import load, process
-from outrider.models.load import LoadedTarget
+from outrider.models.target import load, process
+from outrider.models.target.load import LoadedTarget
 from outrider.train.settings import parse
 from tests import shapes
 from tests.runs import config

@@ -23,9 +23,9 @@ from jaxtyping import Float
 from scipy.stats import power_divergence
 from torch import Tensor
 
+from outrider.models.decode.rules.sibling_rules import draw_siblings
+from outrider.models.decode.rules.token_rules import Accepted
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
-from outrider.models.decode.sibling_rules import draw_siblings
-from outrider.models.decode.token_rules import Accepted
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.warping import warp
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.models import drafters, formats
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.target_drafting import TargetDrafter
 from outrider.models.formats.external import Format
-from outrider.models.target import Target
-from outrider.models.target_drafting import TargetDrafter
+from outrider.models.target.target import Target
 from tests import tiny
 
 EAGLE3: list[dict[str, Any]] = [

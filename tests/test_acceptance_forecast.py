@@ -12,9 +12,9 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from outrider.train import acceptance_forecast
 from outrider.train.objective import Objective
 from tests import tiny

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models import drafters, target
-from outrider.models.drafter import Drafter
+from outrider.models import drafters
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target import target
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 

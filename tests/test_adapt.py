@@ -15,10 +15,10 @@ from outrider.conf.sweeps import read_sweep
 from outrider.eval.run import evaluate
 from outrider.launch.search import _base_config
 from outrider.launch.train import train
-from outrider.models import load
 from outrider.models.adapt import adapt, learning_rate
 from outrider.models.decode.from_config import decodings
-from outrider.models.load import TINY, load_target
+from outrider.models.target import load
+from outrider.models.target.load import TINY, load_target
 from outrider.train.resume import as_it_began
 from outrider.train.settings import load_run, parse
 from tests import tiny

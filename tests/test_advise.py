@@ -21,7 +21,7 @@ from outrider.launch.advise import (
     write_advice,
 )
 from outrider.launch.scaling_law import Forecast, ScalingFit
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from tests.runs import SMALL, config
 
 TRUE = ScalingFit("saturating", 2.6, 0.7, 0.5, 2e3, 3.0)

@@ -10,10 +10,10 @@ import pytest
 from outrider.conf.errors import CorruptFile, DiskFull, RunError
 from outrider.eval.decoder import Decoder
 from outrider.launch.cli import main
-from outrider.models.answer_file import FORMAT, read_answers, write_answers
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.drafters.suffix import Suffix
+from outrider.models.drafting.answer_file import FORMAT, read_answers, write_answers
 from tests import tiny
 from tests.mutations import fuzz, mutated_bytes, mutated_value, replace_file
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.decode.argmax import first_argmax, first_max
+from outrider.models.argmax import first_argmax, first_max
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.data.training_data import TrainingData
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train import loop
 from outrider.train.bad_steps import ENOUGH, RECENT, BadStepGuard
 from outrider.train.checkpoint import Progress

@@ -19,14 +19,14 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import ActiveRequest, Output, Request, Stops
 from outrider.models.decode.round_times import RoundTimes
-from outrider.models.decode.rule_table import DRAWN, INDEPENDENT, BoundRule
+from outrider.models.decode.rules.rule_table import DRAWN, INDEPENDENT, BoundRule
 from outrider.models.decode.sampling import GeneratorSource, inverse_cdf
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.families import FAMILIES as EVERY
 from tests.families import small_model

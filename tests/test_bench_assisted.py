@@ -28,9 +28,9 @@ from outrider.launch.bench.against_transformers import (
 from outrider.models import drafters
 from outrider.models.drafters import medusa
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.load import TINY
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.load import TINY
 from tests import tiny
 from tests.families import small_model
 

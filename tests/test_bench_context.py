@@ -11,10 +11,10 @@ from outrider.launch.bench import context
 from outrider.launch.bench.common import build_drafter
 from outrider.launch.bench.context import Options, ReadPrompts
 from outrider.launch.cli import main
+from outrider.models.cache.kv_cache import KVCache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
-from outrider.models.kv_cache import KVCache
-from outrider.models.load import TINY
+from outrider.models.target.load import TINY
 from tests import tiny
 from tests.families import small_model
 

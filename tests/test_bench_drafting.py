@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.launch.bench import drafting
 from outrider.launch.cli import main
-from outrider.models import layers
-from outrider.models.layer_rows import LayerRows
+from outrider.models.cache.layer_rows import LayerRows
+from outrider.models.drafting import layers
 from tests import tiny
 
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode import sibling_rules
-from outrider.models.decode.block_rules import block, leaves_first
-from outrider.models.decode.rule_table import bind_rule
-from outrider.models.decode.sampling import RandomSource
-from outrider.models.decode.token_rules import (
+from outrider.models.decode.rules import sibling_rules
+from outrider.models.decode.rules.block_rules import block, leaves_first
+from outrider.models.decode.rules.rule_table import bind_rule
+from outrider.models.decode.rules.token_rules import (
     Accepted,
     deepest_path,
     draw_one,
@@ -16,6 +15,7 @@ from outrider.models.decode.token_rules import (
     path_to,
     select_node,
 )
+from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
 from tests.enumeration import (
     TOYS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.branch_attention import (
+from outrider.models.drafting.branch_attention import (
     QueryPlan,
     branch_attention,
     dense_attention,

@@ -15,8 +15,8 @@ from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids, render
 from outrider.eval.run import evaluate, warn_of_another_template
 from outrider.launch.train import train
-from outrider.models.chat_template import set_template_args, template_change, template_hash
-from outrider.models.load import LoadedTarget, load_target, load_tokenizer
+from outrider.models.target.chat_template import set_template_args, template_change, template_hash
+from outrider.models.target.load import LoadedTarget, load_target, load_tokenizer
 from outrider.train.settings import load_run, parse
 from tests import runs
 

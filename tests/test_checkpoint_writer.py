@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from outrider.conf.errors import RunError
 from outrider.data.training_data import TrainingData
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train import checkpoint, loop
 from outrider.train.checkpoint_writer import BackgroundWriter
 from outrider.train.trainer import Trainer

@@ -1,11 +1,11 @@
-"""models/closed_form_init.py: least squares against scipy, and properties of its parts."""
+"""models/drafting/closed_form_init.py: least squares against scipy, and properties of its parts."""
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
 
-from outrider.models import closed_form_init
+from outrider.models.drafting import closed_form_init
 
 
 def rows(count: int = 4000, inputs: int = 12, outputs: int = 7) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
 from outrider.eval.run import evaluate
 from outrider.launch.train import train
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.target.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse
 from tests import runs
 

@@ -15,7 +15,7 @@ from outrider.data.make.prompts import make_prompts
 from outrider.data.sources import suite_source
 from outrider.data.tokenise import prompt_ids
 from outrider.launch.cli import main
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 
 SUITE = read_prompts(suite_source("copying"))
 CATEGORIES = ["summarize", "edit", "retrieve"]

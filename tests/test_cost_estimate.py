@@ -10,7 +10,7 @@ from outrider.conf.schema import Config, LaunchConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.launch import cost_estimate
-from outrider.models import load
+from outrider.models.target import load
 from outrider.train import distributed
 from outrider.train.settings import parse
 from outrider.train.trainer import Trainer

@@ -24,12 +24,12 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import DialogueCache, Request, Stops
-from outrider.models.decode.rule_table import DRAWN, bind_rule
+from outrider.models.decode.rules.rule_table import DRAWN, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
-from outrider.models.load import stop_ids
-from outrider.models.target import Target, TargetStates
+from outrider.models.target.load import stop_ids
+from outrider.models.target.target import Target, TargetStates
 from tests.families import small_model
 from tests.shapes import unchecked
 from tests.test_tokenise import PLAIN, byte_tokenizer, dialogue

@@ -17,10 +17,10 @@ from outrider.eval.rank_tables import FILE, FORMAT, TABLES
 from outrider.eval.requests import PLAIN as ALONE
 from outrider.models import drafters, formats
 from outrider.models.decode.policy import Chain
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.load import load_target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.load import load_target
 from outrider.train.settings import load_run, parse
 from tests.families import small_model
 from tests.test_tokenise import PLAIN, byte_tokenizer, dialogue

@@ -41,8 +41,8 @@ from outrider.launch.doctor.finding import (
 )
 from outrider.launch.doctor.run import doctor, print_start_summary, require_trainable, run_checks
 from outrider.launch.doctor.tokenizer import check_chat_template, check_tokenizer
-from outrider.models import process
-from outrider.models.load import LoadedTarget
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 from outrider.train.trainer import Trainer
 from tests.runs import QUIET, SMALL, config
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
-from outrider.models.causal_lm import resolve_width
 from outrider.models.drafters.draft_lm import Config, DraftLm, DraftLmState
+from outrider.models.drafting.causal_lm import resolve_width
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.interface import Batch, Trace
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
 from outrider.train.settings import parse

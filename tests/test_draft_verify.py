@@ -40,7 +40,7 @@ from outrider.launch.cli import main
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.policy import Chain
 from outrider.models.drafters.draft_verify import DraftVerify
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.target.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse, read_found
 from tests import tiny
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.causal_lm import config_to_dict
-from outrider.models.drafter import Drafter, State
+from outrider.models.cache.layer_rows import GrowingRows
+from outrider.models.drafting.causal_lm import config_to_dict
+from outrider.models.drafting.drafter import Drafter, State
 from outrider.models.interface import Trace
-from outrider.models.layer_rows import GrowingRows
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.families import small_model
 

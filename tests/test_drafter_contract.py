@@ -22,11 +22,11 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.drafter import Drafter, State
+from outrider.models.drafting.drafter import Drafter, State
+from outrider.models.drafting.target_drafting import TargetDrafter
 from outrider.models.formats import native
 from outrider.models.interface import Trace
-from outrider.models.target import Target
-from outrider.models.target_drafting import TargetDrafter
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 from tests.enumeration import Context, Law, distance, enumerate_law

@@ -12,7 +12,7 @@ from outrider.conf.errors import RunError
 from outrider.models.drafters.eagle import Config, Eagle
 from outrider.models.formats import native
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.models.drafters.eagle3 import Config, Eagle3, default_taps
+from outrider.models.drafting.self_feeding import SelfFeedingState
 from outrider.models.interface import Trace
-from outrider.models.self_feeding import SelfFeedingState
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 

@@ -27,7 +27,7 @@ from outrider.data.generate import PromptTokens, SelfGenerator, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import conversation_key, prompt_ids
-from outrider.models.load import TINY, LoadedTarget, load_target, stop_ids
+from outrider.models.target.load import TINY, LoadedTarget, load_target, stop_ids
 from outrider.train.settings import parse
 from tests.runs import free_port
 

@@ -15,17 +15,17 @@ from scipy.stats import power_divergence
 from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.cache.kv_cache import KVCache
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Output, Request, Stops
-from outrider.models.decode.rule_table import DRAWN, BoundRule, bind_rule
+from outrider.models.decode.rules.rule_table import DRAWN, BoundRule, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
 from outrider.models.decode.verifier import Decision
-from outrider.models.kv_cache import KVCache
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.tiny import (
     TOKENS,

@@ -24,7 +24,7 @@ from outrider.eval.publish.engine_check import check_settings, compare_steps, de
 from outrider.eval.publish.engines import run_transformers
 from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
 from outrider.models import formats
-from outrider.models.load import TINY, LoadedTarget
+from outrider.models.target.load import TINY, LoadedTarget
 from tests import tiny
 
 TRANSFORMERS = PublishConfig(engine="transformers")

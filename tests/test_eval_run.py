@@ -31,15 +31,15 @@ from outrider.launch.compare import compare
 from outrider.models import drafters
 from outrider.models.decode import verifier
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.gumbel_coupling import GumbelNoise
 from outrider.models.decode.request import Output
-from outrider.models.decode.round_outcome import RoundOutcome
+from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
+from outrider.models.decode.rules.round_outcome import RoundOutcome
 from outrider.models.decode.tree import Tree
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.formats.fingerprints import fingerprints
-from outrider.models.load import LoadedTarget, load_target, stop_ids
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.load import LoadedTarget, load_target, stop_ids
+from outrider.models.target.target import Target
 from outrider.train.settings import load_run, parse
 from tests.families import small_model
 

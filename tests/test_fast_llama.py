@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.models import target_check
-from outrider.models.fast_llama import supports
-from outrider.models.lora import Adapters
-from outrider.models.target import Target, TargetStates
+from outrider.models.target import target_check
+from outrider.models.target.fast_llama import supports
+from outrider.models.target.lora import Adapters
+from outrider.models.target.target import Target, TargetStates
 from tests.families import FAMILIES, small_model
 from tests.test_target import DEPTHS, PARENTS, PREFIX, causal, tree_mask
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.models.load import TINY
+from outrider.models.target.load import TINY
 from tests.wheel import run_outrider, unpack_wheel
 
 PAGE = Path(__file__).parent.parent / "docs" / "five_commands.md"

@@ -22,9 +22,9 @@ from outrider.conf.errors import RunError
 from outrider.models import drafters, formats
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target.target import Target
 from tests import tiny
 
 N, V, VD, H, INNER, HEADS, KV, SIZE = 8, tiny.VOCAB, 40, 32, 48, 4, 2, 8

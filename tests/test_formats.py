@@ -15,11 +15,11 @@ from outrider.conf.files import sha256_of
 from outrider.models import drafters, formats
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import external
 from outrider.models.formats.atomic_folder import write_weights
 from outrider.models.formats.weight_folder import WeightFolder
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import outside, tiny
 from tests.outside import CASES, Case
 

@@ -17,9 +17,9 @@ from outrider.models import drafters, formats
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Stops
 from outrider.models.drafters.draft_lm import Config, DraftLm
-from outrider.models.load import TINY, LoadedTarget, stop_ids
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target.load import TINY, LoadedTarget, stop_ids
+from outrider.models.target.target import Target
 from tests import outside, tiny
 from tests.families import small_model
 from tests.test_bench_assisted import shallow

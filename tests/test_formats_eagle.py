@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.models import formats
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 from tests import outside, tiny
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.models import formats
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.eagle3 import Eagle3
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import outside, tiny
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider.conf.errors import RunError
 from outrider.models import formats
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import mtp_layouts, mtp_merge
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import outside, tiny
 from tests.test_mtp_format import DEEPSEEK, Module, expected, part
 

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.conf.errors import RunError
 from outrider.models import formats
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import outside, tiny
 
 BASE = {"rope_theta": 10000.0}

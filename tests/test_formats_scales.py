@@ -9,8 +9,8 @@ import torch
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models import formats
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 from tests import outside, tiny
 from tests.families import small_model
 

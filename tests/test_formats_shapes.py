@@ -11,12 +11,12 @@ import transformers as hf
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.models import drafters, formats
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.layers import apply_rotary
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import hf_config
 from outrider.models.formats.external import ExternalFormat
-from outrider.models.layers import apply_rotary
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 from tests import outside, tiny
 
 Shapes = dict[str, tuple[int, ...]]

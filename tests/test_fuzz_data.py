@@ -30,7 +30,7 @@ from outrider.data.tokenise import conversation_key
 from outrider.data.training_data import TrainingData
 from outrider.launch.doctor import text
 from outrider.models.formats.fingerprints import fingerprints
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from tests import test_record
 from tests.mutations import fuzz, mutated_bytes, mutated_json, mutated_value, replace_file
 from tests.test_record import config, trace_cache, training_data

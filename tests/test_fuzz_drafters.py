@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models import formats
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import mtp_layouts
 from outrider.models.formats.mtp_merge import merge_into_target
 from tests import tiny

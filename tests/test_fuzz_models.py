@@ -16,11 +16,11 @@ from transformers.utils import logging
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import TargetConfig
-from outrider.models import load
-from outrider.models.chat_template import render
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.formats.fingerprints import fingerprints
+from outrider.models.target import load
+from outrider.models.target.chat_template import render
 from tests import tiny
 from tests.families import small_model
 from tests.mutations import (

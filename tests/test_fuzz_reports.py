@@ -31,7 +31,7 @@ from outrider.eval.page.write import as_html, as_markdown
 from outrider.eval.publish import card, verify_folder
 from outrider.launch.cli import main
 from outrider.models.decode.from_config import policy_of
-from outrider.models.load import load_tokenizer
+from outrider.models.target.load import load_tokenizer
 from outrider.train.settings import load_run, parse, read_saved_config
 from tests.mutations import (
     HOSTILE,

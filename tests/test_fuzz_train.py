@@ -20,7 +20,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.shown_text import for_terminal
 from outrider.data.training_data import TrainingData
 from outrider.launch import train
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, checkpoint, loop, resume
 from outrider.train.bad_steps import BadStepGuard
 from outrider.train.checkpoint import Progress

@@ -23,11 +23,11 @@ from outrider.data.corpus import load_training_data
 from outrider.data.generate import PromptTokens, SelfGenerator, generate_missing
 from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.reporter import Reporter
-from outrider.models import load
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Stops
-from outrider.models.load import LoadedTarget
-from outrider.models.target import Target
+from outrider.models.target import load
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests.families import small_model
 

@@ -20,11 +20,11 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Request
-from outrider.models.decode.rule_table import COUPLED, DRAWN
+from outrider.models.decode.rules.rule_table import COUPLED, DRAWN
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.load import load_target
-from outrider.models.target import Target
+from outrider.models.target.load import load_target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.tiny import ScriptedDrafter, Text
 

@@ -21,16 +21,16 @@ from outrider.conf.errors import RunError
 from outrider.eval import rank_tables
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.gumbel_coupling import GumbelNoise, RoundNoise, log_exponential
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
-from outrider.models.decode.rule_table import COUPLED, bind_rule
+from outrider.models.decode.rules.gumbel_coupling import GumbelNoise, RoundNoise, log_exponential
+from outrider.models.decode.rules.rule_table import COUPLED, bind_rule
 from outrider.models.decode.sampling_params import OFFSET, SLOPE, Sampling, TextTokens
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import parse
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.enumeration import coupled_acceptance
 from tests.tiny import Row, ScriptedDrafter, random_logits

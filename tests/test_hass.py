@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from outrider.models.drafters.hass import Config, Hass
+from outrider.models.drafting.layers import apply_rotary
 from outrider.models.interface import Trace
-from outrider.models.layers import apply_rotary
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 from tests import tiny
 

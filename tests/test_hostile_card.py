@@ -17,7 +17,7 @@ from outrider.eval.page import elements, write
 from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.publish import card
 from outrider.eval.publish import run as publish_run
-from outrider.models import load
+from outrider.models.target import load
 from outrider.train.settings import parse
 from tests.test_page import measured
 

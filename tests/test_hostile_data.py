@@ -22,7 +22,7 @@ from outrider.data.reporter import Reporter
 from outrider.data.self_generated import _exclusive
 from outrider.data.sources import data_source
 from outrider.launch.cli import main
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train import loop
 from tests import runs, test_record
 from tests.test_hostile_files import hostile

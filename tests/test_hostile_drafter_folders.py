@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models import formats
 from outrider.models.formats import native
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.outside import CASES, Case
 

@@ -19,7 +19,7 @@ import pytest
 from outrider.conf import files
 from outrider.conf.errors import DiskFull, RunError, UnusablePlace, exit_on_error
 from outrider.launch import cli
-from outrider.models import load
+from outrider.models.target import load
 
 NOBODY = 65534
 PLACES = (

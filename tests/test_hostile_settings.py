@@ -20,8 +20,9 @@ from outrider.conf.fields import LARGEST, MAX_TEXT, from_dict, leaf_fields
 from outrider.conf.schema import GROUPS, DecodeConfig, TargetConfig
 from outrider.launch import cli
 from outrider.launch.verbs import BENCHES
-from outrider.models import drafters, load
+from outrider.models import drafters
 from outrider.models.decode.from_config import sampling_of
+from outrider.models.target import load
 from outrider.train.losses import parse_depth_weights, parse_loss
 from outrider.train.settings import parse
 

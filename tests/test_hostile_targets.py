@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.conf.schema import TargetConfig
-from outrider.models import load
-from outrider.models.causal_lm import load_lm
+from outrider.models.drafting.causal_lm import load_lm
+from outrider.models.target import load
 from tests.families import FAMILIES, small_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

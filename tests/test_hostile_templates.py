@@ -12,8 +12,8 @@ from outrider.conf.errors import RunError
 from outrider.conf.schema import TargetConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids, render
-from outrider.models import chat_template
-from outrider.models.load import load_tokenizer
+from outrider.models.target import chat_template
+from outrider.models.target.load import load_tokenizer
 
 CHAT = [Message(role="user", content="Hi"), Message(role="assistant", content="Hello")]
 LOOP = "{% for i in range(99999) %}"

@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from outrider.conf import hub
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import TargetConfig
-from outrider.models import load
-from outrider.models.causal_lm import load_lm
+from outrider.models.drafting.causal_lm import load_lm
+from outrider.models.target import load
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-8B", "a/b.c_d-e", "me/draft-1.0"])

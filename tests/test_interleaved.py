@@ -19,7 +19,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.round_times import RoundTimes
-from outrider.models.decode.rule_table import BEST
+from outrider.models.decode.rules.rule_table import BEST
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths
 from tests import tiny

@@ -11,8 +11,8 @@ from outrider.conf.errors import ConfigError
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.drafters.kangaroo import Kangaroo
-from outrider.models.layers import apply_rotary
-from outrider.models.target import Target
+from outrider.models.drafting.layers import apply_rotary
+from outrider.models.target.target import Target
 from tests import tiny
 
 

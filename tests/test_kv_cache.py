@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from outrider.models.kv_cache import KVCache, is_prefix
-from outrider.models.target import Target
+from outrider.models.cache.kv_cache import KVCache, is_prefix
+from outrider.models.target.target import Target
 from tests import tiny
 
 LAYERS, HEADS, SIZE = 3, 2, 4

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.kv_cache import KVCache
-from outrider.models.layer_parts import Part, limit_layers
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
+from outrider.models.target.layer_parts import Part, limit_layers
+from outrider.models.target.target import Target
 from tests.families import FAMILIES, small_model
 
 PREFIX, TREE = 9, [[-1, 0, 0, 1], [-1, 0, 1, 1]]  # parents of two prompts' trees

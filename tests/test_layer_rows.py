@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.models.layer_rows import SPARE_ROWS, GrowingRows, LayerRows
-from outrider.models.layers import attend_rows
+from outrider.models.cache.layer_rows import SPARE_ROWS, GrowingRows, LayerRows
+from outrider.models.drafting.layers import attend_rows
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=12))

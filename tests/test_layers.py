@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.models.layers import Mlp, Norm, apply_rotary
+from outrider.models.drafting.layers import Mlp, Norm, apply_rotary
 
 
 def test_norm_divides_by_the_root_mean_square() -> None:

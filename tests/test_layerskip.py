@@ -18,17 +18,18 @@ from transformers import AutoModelForCausalLM
 
 from outrider.conf.errors import ConfigError
 from outrider.data.training_data import TrainingData
-from outrider.models import fast_llama, formats
-from outrider.models.attention_masks import document_mask
+from outrider.models import formats
+from outrider.models.cache.attention_masks import document_mask
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
 from outrider.models.drafters.layerskip import Config, LayerSkip, drop_chances, exit_weights
 from outrider.models.formats import native
 from outrider.models.interface import Trace
-from outrider.models.layer_parts import Part
-from outrider.models.load import LoadedTarget
-from outrider.models.target import Target
+from outrider.models.target import fast_llama
+from outrider.models.target.layer_parts import Part
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import Target
 from outrider.train import loop
 from outrider.train.objective import Objective
 from outrider.train.trainer import Trainer

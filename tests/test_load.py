@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import TargetConfig
-from outrider.models import load
+from outrider.models.target import load
 from tests.families import small_model
 
 

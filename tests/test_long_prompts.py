@@ -16,8 +16,8 @@ from outrider.models.decode import engine
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
-from outrider.models.load import LoadedTarget
-from outrider.models.target import TargetStates
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import TargetStates
 from tests import tiny
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.models.attention_cache import AttentionCache
+from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
@@ -21,10 +21,10 @@ from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafters.lookahead import Config, Lookahead, LookaheadState
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Trace
-from outrider.models.layer_parts import WHOLE, Part
-from outrider.models.target import Target, TargetStates
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.layer_parts import WHOLE, Part
+from outrider.models.target.target import Target, TargetStates
 from tests import tiny
 from tests.enumeration import Context, Law, distance, enumerate_law
 from tests.families import small_model

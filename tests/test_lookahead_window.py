@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode import tree_layout
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import DialogueCache, Request
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
-from outrider.models.drafter import TargetInput
 from outrider.models.drafters.lookahead import Lookahead, LookaheadState
-from outrider.models.kv_cache import KVCache
-from outrider.models.lookahead_window import (
+from outrider.models.drafting.drafter import TargetInput
+from outrider.models.drafting.lookahead_window import (
     Pool,
     Window,
     WindowRows,
@@ -23,8 +24,7 @@ from outrider.models.lookahead_window import (
     merge_guesses,
     most_rows,
 )
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.families import FAMILIES, small_model
 from tests.test_lookahead import PROMPTS, Recorder, build, wide

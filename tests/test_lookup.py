@@ -19,15 +19,15 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Request
-from outrider.models.decode.rule_table import COUPLED, DRAWN, INDEPENDENT, bind_rule
+from outrider.models.decode.rules.rule_table import COUPLED, DRAWN, INDEPENDENT, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.drafter import Drafter
 from outrider.models.drafters import ngram
 from outrider.models.drafters.ngram import NGramIndex
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.lookup import LookupDrafter, TextIndex, UntrainedDrafter
 from outrider.models.interface import Trace
-from outrider.models.lookup import LookupDrafter, TextIndex, UntrainedDrafter
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.enumeration import distance
 from tests.families import FAMILIES, small_model

@@ -16,9 +16,9 @@ from outrider.conf.files import folder_lock
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
-from outrider.models import load
 from outrider.models.formats import native
-from outrider.models.load import LoadedTarget
+from outrider.models.target import load
+from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, checkpoint, loop
 from outrider.train.schedule import format_seconds, learning_rate, seconds_left
 from outrider.train.settings import parse

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.models.lora import Adapters, LoraPair, detach_adapters, linear_layers
+from outrider.models.target.lora import Adapters, LoraPair, detach_adapters, linear_layers
 
 RANK, ALPHA = 3, 12.0
 

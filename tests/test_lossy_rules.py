@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode import token_rules
-from outrider.models.decode.lossy_rules import lenience, typical
-from outrider.models.decode.rule_table import RULES, bind_rule
-from outrider.models.decode.token_rules import Accepted, deepest_path
+from outrider.models.decode.rules import token_rules
+from outrider.models.decode.rules.lossy_rules import lenience, typical
+from outrider.models.decode.rules.rule_table import RULES, bind_rule
+from outrider.models.decode.rules.token_rules import Accepted, deepest_path
 from outrider.models.decode.tree import Tree
 from tests.enumeration import (
     Draft,

@@ -19,7 +19,7 @@ from outrider.data.rendered_text import ConversationError
 from outrider.data.reporter import Reporter
 from outrider.data.sources import data_source
 from outrider.data.tokenise import render_all
-from outrider.models.load import load_target
+from outrider.models.target.load import load_target
 from outrider.train.settings import parse
 from tests.template_families import coder
 

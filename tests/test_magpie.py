@@ -21,7 +21,7 @@ from outrider.data.magpie import (
 )
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import prompt_ids
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.target.load import LoadedTarget, load_target
 from outrider.train.settings import parse
 
 END = 1  # <|end|> of the embedded target

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import outrider
 from outrider.models.formats.fingerprints import fingerprints
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train.manifest import git_state, machine, write_manifest
 from outrider.train.settings import parse, read_saved_config
 from tests.runs import config

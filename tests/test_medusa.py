@@ -17,8 +17,8 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.drafters.medusa import Config, Medusa
 from outrider.models.formats import native
 from outrider.models.interface import Trace
-from outrider.models.lora import LoraPair, linear_layers
-from outrider.models.target import Target
+from outrider.models.target.lora import LoraPair, linear_layers
+from outrider.models.target.target import Target
 from outrider.train.objective import Objective
 from outrider.train.settings import parse
 from tests import tiny

@@ -5,14 +5,14 @@ from collections.abc import Generator, Sequence
 import pytest
 from torch import Tensor
 
-from outrider.models.attention_cache import AttentionCache
+from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import CHECKPOINTS, DialogueCache, Output, Request
 from outrider.models.interface import Trace
-from outrider.models.layer_parts import WHOLE, Part
-from outrider.models.target import Target, TargetStates
+from outrider.models.target.layer_parts import WHOLE, Part
+from outrider.models.target.target import Target, TargetStates
 from tests import tiny
 from tests.families import small_model
 from tests.tiny import ScriptedDrafter, ScriptState, greedy_tokens, random_logits

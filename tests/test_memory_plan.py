@@ -16,11 +16,11 @@ from outrider.launch import memory
 from outrider.launch.cli import main
 from outrider.launch.processes import clean_environment, train_command
 from outrider.models import drafters
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Trace
-from outrider.models.load import meta_model
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.load import meta_model
+from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests.families import small_model
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from outrider.launch import cli
-from outrider.models import load
+from outrider.models.target import load
 from tests.families import small_model
 
 SMALL = [

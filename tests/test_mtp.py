@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.models.drafters.mtp import Config, Mtp
+from outrider.models.drafting.mtp_modules import MtpChainState
 from outrider.models.interface import Trace
-from outrider.models.mtp_modules import MtpChainState
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from outrider.train.losses import parse_depth_weights
 from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective

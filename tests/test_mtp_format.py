@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models.drafters.mtp import Mtp
 from outrider.models.formats import mtp_layouts
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 
 H, HEADS, KEY_HEADS, SIZE, INNER, LAYERS = 32, 4, 2, 8, 48, 4  # of the small llama

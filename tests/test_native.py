@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.conf.errors import RunError
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 
 ABOUT = {"step": 30, "accept_length": 1.5}

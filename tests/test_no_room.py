@@ -30,8 +30,8 @@ from outrider.data.trace_source import TraceSource
 from outrider.data.training_data import TrainingData
 from outrider.eval.report_tables import show_and_save
 from outrider.launch import cli
-from outrider.models import load
-from outrider.models.load import LoadedTarget
+from outrider.models.target import load
+from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, checkpoint, loop
 from outrider.train.metrics_log import MetricsLog
 from outrider.train.trainer import Trainer

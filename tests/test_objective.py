@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, Trace
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 from outrider.train import teacher as module
 from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective

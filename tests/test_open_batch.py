@@ -10,7 +10,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.open_batch import OpenBatch
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Output, Request, Stops
-from outrider.models.decode.rule_table import DRAWN
+from outrider.models.decode.rules.rule_table import DRAWN
 from outrider.models.decode.sampling_params import Sampling
 from tests import tiny
 

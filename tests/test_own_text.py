@@ -14,7 +14,7 @@ from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
 from outrider.models.drafters import resolve_taps
-from outrider.models.load import LoadedTarget, load_target, stop_ids
+from outrider.models.target.load import LoadedTarget, load_target, stop_ids
 from outrider.train import loop, own_text
 from outrider.train.trainer import Trainer
 from tests.runs import QUIET, config

@@ -14,11 +14,11 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import TargetConfig
 from outrider.data.reporter import Reporter
-from outrider.models import placement
 from outrider.models.drafters.medusa import Config as MedusaConfig
-from outrider.models.load import TINY, load_target
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target import placement
+from outrider.models.target.load import TINY, load_target
+from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import runs, tiny
 
@@ -105,7 +105,7 @@ def test_a_sharded_end_is_gathered_without_its_hooks() -> None:
     module: Any = torch.nn.Linear(3, 2, bias=False)
     module.weight = Share(torch.ones(2, 3))
     module.register_forward_hook(lambda *_: 1 / 0)
-    from outrider.models.target import gather_module
+    from outrider.models.target.target import gather_module
 
     full = gather_module(module, torch.device("cpu"))
     assert full(torch.ones(1, 3)).shape == (1, 4)

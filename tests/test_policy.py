@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
-from outrider.models.decode.rule_table import BEST, COUPLED
+from outrider.models.decode.rules.rule_table import BEST, COUPLED
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
 from tests import tiny
 from tests.enumeration import Law, distance, enumerate_law
 from tests.tiny import (

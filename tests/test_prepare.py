@@ -20,7 +20,7 @@ from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
 from outrider.launch import cli
 from outrider.models import drafters
-from outrider.models.load import LoadedTarget, load_target
+from outrider.models.target.load import LoadedTarget, load_target
 from outrider.train.loop import fit
 from outrider.train.settings import parse
 

@@ -20,7 +20,7 @@ from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
 from outrider.launch import cli
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train.settings import parse
 from tests.runs import generated_text
 

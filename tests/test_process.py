@@ -1,11 +1,11 @@
-"""Tests of waiting for another process (models/process.py)."""
+"""Tests of waiting for another process (models/target/process.py)."""
 
 from itertools import count
 
 import pytest
 
 from outrider.conf.errors import RunError
-from outrider.models.process import wait_until
+from outrider.models.target.process import wait_until
 
 
 def test_waiting_ends_when_the_condition_is_met() -> None:

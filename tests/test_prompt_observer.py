@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.prompt_observer import PromptObserver, observed_modules
 from outrider.models.decode import engine
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import DialogueCache, Request
 from outrider.models.drafters.sparse_kv import SparseKV, SparseState
-from outrider.models.kv_cache import KVCache
-from outrider.models.prompt_observer import PromptObserver, observed_modules
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.families import small_model
 from tests.test_sparse_kv import PROMPT, drafter_of, literal_selection

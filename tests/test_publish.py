@@ -27,8 +27,8 @@ from outrider.eval.publish.serve_commands import serve_commands
 from outrider.models import formats
 from outrider.models.formats.atomic_folder import write_weights
 from outrider.models.formats.external import write_sidecar
-from outrider.models.load import TINY
-from outrider.models.target import Target
+from outrider.models.target.load import TINY
+from outrider.models.target.target import Target
 from tests import outside, tiny
 from tests.outside import CASES, Case
 

@@ -23,10 +23,10 @@ from outrider.eval.publish.reference_outputs import compare_outputs
 from outrider.eval.publish.round_trip import RoundTrip
 from outrider.launch.cli import main
 from outrider.models import drafters, formats
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.formats.eagle3 import Eagle3SGLang
-from outrider.models.load import TINY, LoadedTarget
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.load import TINY, LoadedTarget
 from outrider.train.settings import parse
 from tests import fake_hub
 from tests.runs import config

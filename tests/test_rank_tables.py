@@ -16,10 +16,10 @@ from outrider.models import drafters
 from outrider.models.decode import from_config
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree_shapes import contiguous
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Trace
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 from outrider.train.teacher import TargetHead
 from tests import tiny
 from tests.enumeration import Context, Law, coupled_acceptance, distance, enumerate_law

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from outrider.conf.schema import TargetConfig
 from outrider.launch.cli import main
 from outrider.launch.step_cost import active_parameters
-from outrider.models.load import TINY, load_target, meta_model
-from outrider.models.target import Target
+from outrider.models.target.load import TINY, load_target, meta_model
+from outrider.models.target.target import Target
 
 ROOT = Path(__file__).parent.parent
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}

@@ -32,11 +32,11 @@ from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
 from outrider.launch.doctor import target as probed
 from outrider.models import drafters
-from outrider.models import load as load_models
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, TopKTeacher, Trace
-from outrider.models.load import LoadedTarget, load_target
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target import load as load_models
+from outrider.models.target.load import LoadedTarget, load_target
+from outrider.models.target.target import Target
 from outrider.train import loop
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
@@ -527,7 +527,7 @@ def test_size_estimate_is_close_to_the_written_size(tmp_path: Path, words: tuple
 KILLS = """
 import os, random, signal, sys
 from pathlib import Path
-import outrider.data.record.writer, outrider.models.load
+import outrider.data.record.writer, outrider.models.target.load
 from outrider.launch.cli import main
 
 single, killed, ranks, *words = sys.argv[1:]

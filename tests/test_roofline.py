@@ -16,8 +16,8 @@ from outrider.eval.plan.roofline import (
 )
 from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid
 from outrider.eval.theory import expected_tokens
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 from tests import tiny
 
 TOY = Machine("toy", bandwidth=10.0, flops=100.0, fixed=1.0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from outrider.models.decode import round_outcome
-from outrider.models.decode.round_outcome import greedy_outcomes, outcomes
+from outrider.models.decode.rules import round_outcome
+from outrider.models.decode.rules.round_outcome import greedy_outcomes, outcomes
 from outrider.models.decode.tree import Tree
 from tests.enumeration import any_trees
 from tests.trees import greedy

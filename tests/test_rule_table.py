@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode.rule_table import DRAFTS, RULES, bind_rule, default_rule, lossless_rules
+from outrider.models.decode.rules.rule_table import (
+    DRAFTS,
+    RULES,
+    bind_rule,
+    default_rule,
+    lossless_rules,
+)
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
 from tests.enumeration import (

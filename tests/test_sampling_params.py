@@ -17,15 +17,15 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Request
-from outrider.models.decode.rule_table import DRAWN, INDEPENDENT
+from outrider.models.decode.rules.rule_table import DRAWN, INDEPENDENT
 from outrider.models.decode.sampling import GeneratorSource
 from outrider.models.decode.sampling_params import Sampling, TextTokens, TokenHistory
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import parse
 from outrider.models.decode.verifier import Decision
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.tiny import TOKENS, Row, ScriptedDrafter, Text, mean_target, random_logits
 

@@ -15,7 +15,7 @@ from outrider.data.conversations import Message
 from outrider.eval.decoder import Decoder
 from outrider.eval.serve.server import KEY, Server
 from outrider.models.decode.policy import Chain
-from outrider.models.decode.rule_table import DRAWN
+from outrider.models.decode.rules.rule_table import DRAWN
 from tests.serving import TOKENS, metrics, post, serving, stream
 from tests.test_decoder import oracle, target
 from tests.test_tokenise import PLAIN, byte_tokenizer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.decode import sibling_rules
-from outrider.models.decode.rule_table import bind_rule
+from outrider.models.decode.rules import sibling_rules
+from outrider.models.decode.rules.rule_table import bind_rule
+from outrider.models.decode.rules.sibling_rules import draw_siblings, sibling_by_sibling
+from outrider.models.decode.rules.token_rules import Accepted, ratio
 from outrider.models.decode.sampling import RandomSource
-from outrider.models.decode.sibling_rules import draw_siblings, sibling_by_sibling
-from outrider.models.decode.token_rules import Accepted, ratio
 from outrider.models.decode.tree import Tree
 from tests.enumeration import (
     TOYS,

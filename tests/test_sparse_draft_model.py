@@ -14,18 +14,18 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.models import drafters, formats
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.paired_cache import PairedCache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import DialogueCache, Request
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.drafters.sparse_kv import SparseKV
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.kv_cache import KVCache
-from outrider.models.paired_cache import PairedCache
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.enumeration import distance
 from tests.families import small_model

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.models import budget_view, small_matmul
-from outrider.models.budget_view import BudgetView
+from outrider.models import small_matmul
+from outrider.models.cache import budget_view
+from outrider.models.cache.budget_view import BudgetView
+from outrider.models.cache.kv_cache import KVCache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
 from outrider.models.drafters.sparse_kv import SparseKV
-from outrider.models.kv_cache import KVCache
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.families import small_model
 from tests.test_target_drafting import build, each_path, state_after, target_of

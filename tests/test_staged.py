@@ -19,11 +19,11 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.drafter import Drafter, State
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.drafters.staged import Staged
+from outrider.models.drafting.drafter import Drafter, State
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.enumeration import distance
 from tests.families import FAMILIES, small_model

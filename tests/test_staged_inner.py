@@ -14,14 +14,14 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
-from outrider.models.drafter import Drafter
 from outrider.models.drafters import _inner
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.drafters.ngram import NGram
 from outrider.models.drafters.staged import Config, Staged, add_inner
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import tiny
 from tests.test_lookup import REPEATING

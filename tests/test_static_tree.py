@@ -11,12 +11,12 @@ from torch import Tensor
 
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
-from outrider.models.decode.rule_table import BEST, DRAWN, INDEPENDENT, bind_rule
+from outrider.models.decode.rules.rule_table import BEST, DRAWN, INDEPENDENT, bind_rule
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths, parse
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
 from tests import tiny
 from tests.enumeration import Law, distance, enumerate_law
 from tests.tiny import (

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
-from outrider.models.decode.rule_table import bind_rule
+from outrider.models.decode.rules.rule_table import bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.drafters.suffix import Suffix
-from outrider.models.lookup import Draft
-from outrider.models.suffix_trie import (
+from outrider.models.drafting.lookup import Draft
+from outrider.models.drafting.suffix_trie import (
     END,
     Appended,
     Candidate,

@@ -7,8 +7,8 @@ import torch
 import transformers as hf
 
 from outrider.conf.errors import ConfigError
-from outrider.models import target_check
-from outrider.models.target import Target
+from outrider.models.target import target_check
+from outrider.models.target.target import Target
 from tests.families import FAMILIES, small_model
 
 PREFIX, TOLERANCE = 12, 1e-4

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Request
-from outrider.models.decode.rule_table import COUPLED, DRAWN, INDEPENDENT, bind_rule
+from outrider.models.decode.rules.rule_table import COUPLED, DRAWN, INDEPENDENT, bind_rule
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.drafter import Drafter
-from outrider.models.kv_cache import KVCache
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target
-from outrider.models.target_drafting import TargetDrafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.target_drafting import TargetDrafter
+from outrider.models.target.target import Target
 from tests import tiny
 from tests.enumeration import distance
 from tests.families import FAMILIES, small_model

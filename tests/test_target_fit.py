@@ -14,7 +14,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, TargetConfig
 from outrider.data.target_fit import load_fitting_target
 from outrider.launch import cli
-from outrider.models import load
+from outrider.models.target import load
 from outrider.train.settings import parse
 
 LAYERS, VOCAB, POSITIONS = 8, 1536, 2048  # of the embedded target, whose config.json this is

@@ -27,8 +27,8 @@ from outrider.eval.chat import (
 from outrider.eval.decoder import Decoder, Result
 from outrider.launch.cli import main
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
-from outrider.models.load import load_target
-from outrider.models.target import Target, TargetStates
+from outrider.models.target.load import load_target
+from outrider.models.target.target import Target, TargetStates
 from outrider.train.settings import load_run
 from tests.test_decoder import oracle, target
 from tests.test_decoder_folders import untrained

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.models.decode.rule_table import bind_rule
-from outrider.models.decode.sampling import GeneratorSource, RandomSource
-from outrider.models.decode.token_rules import (
+from outrider.models.decode.rules.rule_table import bind_rule
+from outrider.models.decode.rules.token_rules import (
     Accepted,
     deepest_path,
     has_child,
@@ -26,6 +25,7 @@ from outrider.models.decode.token_rules import (
     ratio,
     select_node,
 )
+from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.tree import Tree, rerank
 from tests.enumeration import (
     PLAIN,

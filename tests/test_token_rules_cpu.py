@@ -7,11 +7,11 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from outrider.models.decode import token_rules, token_rules_cpu
-from outrider.models.decode.round_outcome import RoundOutcome, outcomes
+from outrider.models.decode.rules import token_rules, token_rules_cpu
+from outrider.models.decode.rules.round_outcome import RoundOutcome, outcomes
+from outrider.models.decode.rules.token_rules import Accepted
+from outrider.models.decode.rules.token_rules_cpu import CpuRule
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
-from outrider.models.decode.token_rules import Accepted
-from outrider.models.decode.token_rules_cpu import CpuRule
 from outrider.models.decode.tree import Tree
 from tests.enumeration import (
     PLAIN,

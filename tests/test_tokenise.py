@@ -25,7 +25,7 @@ from outrider.data.tokenise import (
     render_all,
     show_samples,
 )
-from outrider.models.chat_template import set_template_args
+from outrider.models.target.chat_template import set_template_args
 
 SPECIAL = ["<|pad|>", "<|start|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 WORDS = ["user", "assistant", "hi", "4", "five", "why", "so", "bye", "brief", "Q:", "A:", " ", "\n"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message, RuleCounts, parse_conversation
 from outrider.data.tokenise import prompt_ids, render, render_all
-from outrider.models.chat_template import set_template_args
+from outrider.models.target.chat_template import set_template_args
 from tests import fetched
 
 ENDS = {

@@ -20,7 +20,7 @@ from outrider.data.rendered_text import ClosedThought
 from outrider.data.sources import data_source
 from outrider.data.template_forms import template_forms
 from outrider.data.tokenise import conversation_key, prompt_ids, render, render_all
-from outrider.models.chat_template import set_template_args
+from outrider.models.target.chat_template import set_template_args
 from tests.template_families import coder, stop_ids
 from tests.test_tokenise import word_tokenizer
 

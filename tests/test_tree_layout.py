@@ -11,7 +11,7 @@ from outrider.models.decode.tree_layout import (
     positions_and_mask,
     send_rows,
 )
-from outrider.models.target import TargetStates
+from outrider.models.target.target import TargetStates
 
 EDGES = [0, 1, 2, 17, MASK_STEP - 1, MASK_STEP, MASK_STEP + 1, 2 * MASK_STEP, 2 * MASK_STEP + 3]
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
 
 
 def draft_ids(counts: list[int], size: int) -> list[int]:

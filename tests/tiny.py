@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from outrider.models import drafters
-from outrider.models.attention_cache import AttentionCache
+from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft, Policy
 from outrider.models.decode.request import ActiveRequest, Request
-from outrider.models.decode.round_outcome import outcomes
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
+from outrider.models.decode.rules.round_outcome import outcomes
 from outrider.models.decode.sampling import GeneratorSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import Decision
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.target_drafting import TargetDrafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, Trace
-from outrider.models.layer_parts import WHOLE, Part
-from outrider.models.target import Target, TargetStates
-from outrider.models.target_drafting import TargetDrafter
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.layer_parts import WHOLE, Part
+from outrider.models.target.target import Target, TargetStates
 from outrider.train.objective import Objective
 from tests.families import small_model
 

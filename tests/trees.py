@@ -5,7 +5,7 @@ from itertools import product
 
 from torch import Tensor
 
-from outrider.models.decode.token_rules import Accepted, deepest_path
+from outrider.models.decode.rules.token_rules import Accepted, deepest_path
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.tree_shapes import Paths, parse
 

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.models.decode.argmax import first_argmax
-from outrider.models.drafter import Drafter
+from outrider.models.argmax import first_argmax
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Guess, TopKTeacher, Trace
 from outrider.train.acceptance_forecast import expected_rounds
 from outrider.train.losses import LossInputs, Term

@@ -13,7 +13,7 @@ import torch
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import LaunchConfig
-from outrider.models.process import backend, world_size
+from outrider.models.target.process import backend, world_size
 from outrider.train import deepspeed_build
 
 REFUSED = {

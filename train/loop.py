@@ -18,7 +18,7 @@ from outrider.conf.schema import Config
 from outrider.data.trace_source import TargetTraces
 from outrider.data.training_data import TrainingData
 from outrider.models.formats.fingerprints import fingerprints
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, own_text
 from outrider.train.bad_steps import save_batch
 from outrider.train.manifest import write_manifest

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Guess, Trace
 from outrider.train.chunked_loss import ChunkedLoss
 from outrider.train.losses import parse_loss

@@ -5,7 +5,7 @@ from torch import nn
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import LaunchConfig, TrainConfig
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 
 
 def build_optimizer(

@@ -18,7 +18,7 @@ from outrider.data.tokenise import Document
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target.load import LoadedTarget, stop_ids
 from outrider.train.manifest import read_manifest
 from outrider.train.trainer import Trainer
 

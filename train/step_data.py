@@ -11,9 +11,9 @@ from outrider.data.batches import Batches
 from outrider.data.prefetch import Prefetcher
 from outrider.data.trace_source import TargetTraces, TraceSource
 from outrider.data.training_data import TrainingData
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Batch, Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 
 class MicroBatch(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.models.decode.argmax import first_argmax
+from outrider.models.argmax import first_argmax
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import TopKTeacher
-from outrider.models.vocab import DraftVocab
 
 CHUNK = 2**23  # logits held at once, the target's or the drafter's: 32 MB in float32
 CHUNK_GPU = 2**27  # small matrix products leave most of a GPU idle

@@ -14,8 +14,9 @@ from outrider.data.batches import permutation, select_rows
 from outrider.data.pack import Rows
 from outrider.data.trace_source import TargetTraces, TraceSource
 from outrider.data.training_data import TrainingData
-from outrider.models import drafters, process
-from outrider.models.load import LoadedTarget
+from outrider.models import drafters
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 from outrider.train import checkpoint, distributed
 from outrider.train.bad_steps import BadStepGuard
 from outrider.train.checkpoint_writer import CheckpointWriter

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.make.corpus import make_corpus
-from outrider.models.attention_masks import document_mask
+from outrider.models.cache.attention_masks import document_mask
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 VOCABULARY, TOKENIZER_ROWS = 1536, 12_000

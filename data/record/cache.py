@@ -33,10 +33,10 @@ from outrider.data.pack import Rows
 from outrider.data.record.folder import layout_to_json
 from outrider.data.record.layout import Layout, RecordedRows, RowSelection, combine
 from outrider.data.record.quantise import NotFinite
-from outrider.models import process
 from outrider.models.formats.weight_folder import DAMAGE
 from outrider.models.interface import Batch, Trace
-from outrider.models.target import Target
+from outrider.models.target import process
+from outrider.models.target.target import Target
 
 GB = 1e9
 DISK_SHARE = 0.5  # of the bytes that are free or cached, where no limit is set

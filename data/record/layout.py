@@ -32,10 +32,10 @@ from outrider.conf.fields import option
 from outrider.conf.schema import Config, DrafterSettings, RecordConfig
 from outrider.data.record import entropy_coding
 from outrider.data.record.quantise import decode, encode, require_finite, row_bytes
-from outrider.models.decode.argmax import first_argmax
+from outrider.models.argmax import first_argmax
 from outrider.models.drafters import drafter_class
 from outrider.models.interface import TopKTeacher
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 CHUNK = 2**24  # logits held at once
 

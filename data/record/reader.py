@@ -12,8 +12,8 @@ from outrider.data.record.folder import DocumentLocation, RecordingFolder
 from outrider.data.record.layout import RecordedRows, RowSelection, combine
 from outrider.data.tokenise import Document
 from outrider.models.drafters import drafter_class
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, ModelShape, Trace
-from outrider.models.vocab import DraftVocab
 
 READABLE = {  # what a drafter reads -> recordings that contain it
     "taps": ("taps",), "last": ("last",), "guesses": ("guesses", "last"),

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.interface import Trace
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # rounding in batches
 

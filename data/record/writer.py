@@ -32,11 +32,11 @@ from outrider.data.record.verify import compare_with_plain_forward
 from outrider.data.reporter import Reporter
 from outrider.data.tokenise import Document
 from outrider.data.training_data import TrainingData
-from outrider.models import process
 from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.interface import Batch, Trace
-from outrider.models.load import LoadedTarget
-from outrider.models.target import Target
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import Target
 
 FORWARD = 8192  # tokens per forward, approximately
 GB = 1e9

@@ -25,7 +25,7 @@ from outrider.eval.page.elements import Collapsible, Figure, Page, Part, Section
 from outrider.eval.page.run_files import RunFiles, read_run_files
 from outrider.eval.page.write import write_page
 from outrider.eval.token_origins import TextDecoder
-from outrider.models.load import load_tokenizer
+from outrider.models.target.load import load_tokenizer
 from outrider.train.metrics_log import METRICS as LOGGED
 from outrider.train.settings import load_run
 

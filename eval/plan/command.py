@@ -42,8 +42,8 @@ from outrider.models.decode.from_config import sampling_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.tree_shapes import Paths
-from outrider.models.drafter import Drafter
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.load import LoadedTarget, stop_ids
 from outrider.train.manifest import processor
 
 RANKS = 10

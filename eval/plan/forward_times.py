@@ -18,11 +18,11 @@ from torch import Tensor
 
 from outrider.data.reporter import Reporter
 from outrider.eval.plan.round_costs import ABSORBED_ROWS, Grid, MeasuredTimes, TimeGrid
+from outrider.models.cache.kv_cache import KVCache
 from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafter import Drafter, State
+from outrider.models.drafting.drafter import Drafter, State
 from outrider.models.interface import Trace
-from outrider.models.kv_cache import KVCache
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 CHUNK = 512  # tokens of a prompt per forward
 Run = Callable[[], object]

@@ -15,7 +15,7 @@ from outrider.eval.plan.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
-from outrider.models.decode.rule_table import BEST
+from outrider.models.decode.rules.rule_table import BEST
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import Paths
 

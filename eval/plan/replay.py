@@ -19,7 +19,7 @@ import torch
 
 from outrider.eval.rank_tables import guesses_to_depth
 from outrider.models.decode.tree_shapes import Paths
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
 from outrider.train.teacher import max_logits
 

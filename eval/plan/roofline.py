@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from outrider.eval.plan.forward_times import SyntheticRounds
 from outrider.eval.plan.round_costs import DraftShape, Grid, RoundCost
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 
 FIXED_SECONDS = 5e-5
 PROBE_ROWS = 8  # absorbed before the recorded forwards, and again by the recorded `absorb`

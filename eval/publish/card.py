@@ -27,10 +27,10 @@ from outrider.eval.page.write import code, markdown
 from outrider.eval.plan.show import read_plan
 from outrider.eval.publish.serve_commands import serve_commands
 from outrider.eval.report import above_tau, describe_policy, format_number, read_fields
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import SMOLLM2
-from outrider.models.target import Target
+from outrider.models.target.load import SMOLLM2
+from outrider.models.target.target import Target
 from outrider.train.manifest import read_manifest, read_training
 
 HERE = Path(__file__).parent

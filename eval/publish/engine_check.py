@@ -27,7 +27,7 @@ from outrider.eval.publish.reference_outputs import TOLERANCE
 from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
 from outrider.models.formats.external import Format
 from outrider.models.formats.mtp_merge import merge_into_target
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 
 SCRIPTS = Path(__file__).parent / "engines"
 SERVES = {  # engine -> format -> drafter -> the engine's name of it

@@ -23,11 +23,11 @@ from outrider.conf import files, tensor_files
 from outrider.conf.errors import RunError
 from outrider.conf.quantities import format_count
 from outrider.eval.decoder import Decoder
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.target_drafting import TargetDrafter
 from outrider.models.formats.native import target_fingerprint
 from outrider.models.interface import Trace
-from outrider.models.target import Target
-from outrider.models.target_drafting import TargetDrafter
+from outrider.models.target.target import Target
 
 ROWS = 3
 LONGEST = 12  # tokens of the text, besides one for each depth

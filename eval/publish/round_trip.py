@@ -22,9 +22,9 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Stops
-from outrider.models.drafter import Drafter
-from outrider.models.load import LoadedTarget
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.load import LoadedTarget
+from outrider.models.target.target import Target
 
 WIDTH, NODES = 4, 12  # of the tree
 FIX = "Nothing was published. This is a fault of Outrider; please report it with the run's config."

@@ -30,7 +30,7 @@ from outrider.eval.publish.card import (
 )
 from outrider.eval.publish.reference_outputs import reference_outputs, write_reference
 from outrider.eval.publish.round_trip import RoundTrip, first_prompts
-from outrider.models import formats, process
+from outrider.models import formats
 from outrider.models.decode.request import Stops
 from outrider.models.formats import native
 from outrider.models.formats.atomic_folder import atomic_folder
@@ -40,7 +40,8 @@ from outrider.models.formats.external import (
     sidecar_content,
     write_sidecar,
 )
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget, stop_ids
 
 GOLDEN = "outrider-golden-1"  # the layout of golden.json
 

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.layerskip import LayerSkip
+from outrider.models.drafting.drafter import Drafter
 
 SELF_FEEDING = (
     "any number works, since the drafter reads its own output; it was trained to {d}, and not for "

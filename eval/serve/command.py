@@ -19,7 +19,7 @@ from outrider.eval.rank_tables import tables_beside
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import depth_warning, policy_of
 from outrider.models.decode.policy import Policy
-from outrider.models.decode.rule_table import RULES
+from outrider.models.decode.rules.rule_table import RULES
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 BACKLOG = 512

@@ -39,9 +39,9 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Stops
 from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 
 OURS, PLAIN = "outrider", "outrider plain"
 ASSISTED, THEIR_PLAIN = "transformers assisted", "transformers plain"

@@ -32,12 +32,13 @@ from outrider.launch.bench.common import (
     target_settings,
     use_threads,
 )
-from outrider.models import drafters, process
+from outrider.models import drafters
 from outrider.models.drafters.draft_lm import Config, DraftLm
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.load import load_target, stop_ids
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target import process
+from outrider.models.target.load import load_target, stop_ids
+from outrider.models.target.target import Target
 
 ROUNDING = 1e-3  # difference of logits that another order of summation can reverse
 

@@ -21,9 +21,9 @@ from outrider.conf.files import write_json
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import DrafterSettings, TargetConfig
 from outrider.models import drafters
-from outrider.models.drafter import Drafter
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target.target import Target
 from outrider.train.manifest import machine as machine_facts
 
 CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measures one setting

@@ -33,15 +33,15 @@ from outrider.data.sources import suite_source
 from outrider.eval.report_tables import narrow_table
 from outrider.eval.theory import speedup_from_alpha
 from outrider.launch.bench.common import build_drafter, report, target_settings, use_threads
-from outrider.models import process
+from outrider.models.cache.kv_cache import KVCache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
-from outrider.models.drafter import Drafter, State
 from outrider.models.drafters.sparse_kv import METHODS, Config
-from outrider.models.kv_cache import KVCache
-from outrider.models.load import load_target
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter, State
+from outrider.models.target import process
+from outrider.models.target.load import load_target
+from outrider.models.target.target import Target
 
 WARMUP = 2  # rounds before those that count: the first one selects rows
 

@@ -31,9 +31,9 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request, Stops
-from outrider.models.decode.rule_table import COUPLED, default_rule
+from outrider.models.decode.rules.rule_table import COUPLED, default_rule
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.load import stop_ids
+from outrider.models.target.load import stop_ids
 from outrider.train.settings import load_run
 
 SHAPES: dict[str, Chain | DynamicTree] = {

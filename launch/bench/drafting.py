@@ -22,14 +22,17 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench import common
-from outrider.models import budget_view, drafters, kv_cache, layers, process, state_cache
+from outrider.models import drafters
+from outrider.models.cache import budget_view, kv_cache, state_cache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
 from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafter import Drafter
-from outrider.models.load import load_target
-from outrider.models.target import Target
+from outrider.models.drafting import layers
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target import process
+from outrider.models.target.load import load_target
+from outrider.models.target.target import Target
 
 BLOCK = 97  # tokens that the prompt repeats: look-ups find them
 UNCOUNTED = 2  # first rounds, in which buffers are allocated

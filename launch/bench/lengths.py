@@ -18,9 +18,9 @@ from outrider.conf.fields import option
 from outrider.conf.schema import TargetConfig
 from outrider.launch.bench import common
 from outrider.models import drafters
-from outrider.models.load import load_target
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target.load import load_target
+from outrider.models.target.target import Target
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
 

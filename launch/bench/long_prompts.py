@@ -24,9 +24,9 @@ from outrider.models import drafters
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import DialogueCache, Request
-from outrider.models.drafter import Drafter
-from outrider.models.load import load_target
-from outrider.models.target import Target
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.load import load_target
+from outrider.models.target.target import Target
 
 MIB = 2**20
 NO_DRAFTER = "none"

@@ -26,11 +26,11 @@ from outrider.conf.console import Console
 from outrider.conf.fields import option
 from outrider.eval.plan.forward_times import interleaved_ms
 from outrider.launch.bench import common
-from outrider.models.decode.argmax import first_argmax
+from outrider.models.argmax import first_argmax
 from outrider.models.drafters.eagle3 import Config as Eagle3Config
 from outrider.models.drafters.eagle3 import Eagle3
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, Trace
-from outrider.models.vocab import DraftVocab
 from outrider.train.objective import Objective
 
 Path = Literal["recorded", "fast", "reference"]

@@ -18,8 +18,8 @@ from outrider.data.rendered_text import ClosedThought, ConversationError, has_th
 from outrider.data.template_forms import template_forms
 from outrider.data.tokenise import Document, render, with_rendered_part
 from outrider.launch.doctor.finding import Finding, State
-from outrider.models.chat_template import thinking_is_off
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target.chat_template import thinking_is_off
+from outrider.models.target.load import LoadedTarget, stop_ids
 
 Dialogue: TypeAlias = Sequence[Message]
 ENDED = 0.9  # expected share of answers that end with a stop token

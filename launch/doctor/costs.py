@@ -11,8 +11,8 @@ from outrider.conf.quantities import format_bytes, format_count
 from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import Cost
 from outrider.launch.doctor.finding import Finding, State
-from outrider.models import process
 from outrider.models.adapt import learning_rate
+from outrider.models.target import process
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.loop import LESS_MEMORY
 from outrider.train.schedule import format_seconds

@@ -9,7 +9,7 @@ from outrider.conf.schema import Config
 from outrider.launch.cost_estimate import matmul_rate
 from outrider.launch.doctor.finding import Finding
 from outrider.launch.processes import ENTRY
-from outrider.models import process
+from outrider.models.target import process
 from outrider.train import distributed
 from outrider.train.manifest import versions
 

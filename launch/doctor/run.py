@@ -32,9 +32,10 @@ from outrider.launch import cost_estimate
 from outrider.launch.doctor import costs, environment, finding, target, template, text, trial_steps
 from outrider.launch.doctor.finding import Finding, FindingGroup
 from outrider.launch.doctor.tokenizer import check_chat_template, check_tokenizer
-from outrider.models import drafters, process
+from outrider.models import drafters
 from outrider.models.adapt import adapt
-from outrider.models.load import LoadedTarget
+from outrider.models.target import process
+from outrider.models.target.load import LoadedTarget
 from outrider.train.trainer import Trainer
 
 SAMPLE = 16  # answers that the target generates

@@ -5,14 +5,14 @@ import torch
 from outrider.launch.cost_estimate import trained_parameters
 from outrider.launch.doctor.finding import Finding, State
 from outrider.models import formats
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 from outrider.train.trainer import Trainer
 
 TOLERANCE = 0.05  # relative difference of recorded and recomputed hidden states
 
 
 def check_target(loaded: LoadedTarget) -> Finding:
-    """Report the comparison that `models/target_check.py` made when the target was loaded."""
+    """Report the comparison that `models/target/target_check.py` made when the target was loaded."""
     target = loaded.target
     count, dtype = target.parameter_count(), str(target.dtype).removeprefix("torch.")
     facts = {"source": loaded.source, "parameters": count, "layers": target.num_layers,

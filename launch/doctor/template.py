@@ -32,7 +32,7 @@ from outrider.data.tokenise import Document, conversation_key, render, render_pr
 from outrider.launch.doctor.answers import check_answers, count_answers
 from outrider.launch.doctor.finding import Finding
 from outrider.launch.doctor.tokenizer import check_chat_template
-from outrider.models.load import LoadedTarget
+from outrider.models.target.load import LoadedTarget
 
 Dialogue = Sequence[Message]
 NEAR = 6  # tokens shown on either side of a difference

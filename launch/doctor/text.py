@@ -14,7 +14,7 @@ from outrider.data.tokenise import Document, highlight_answers
 from outrider.data.training_data import TrainingData
 from outrider.eval.contamination_check import training_questions
 from outrider.launch.doctor.finding import Finding, State
-from outrider.models.load import LoadedTarget, stop_ids
+from outrider.models.target.load import LoadedTarget, stop_ids
 
 SAMPLE = 2000  # documents whose last answer tokens are checked
 PREVIEW = 200  # characters of a document in the JSON

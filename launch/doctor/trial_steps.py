@@ -22,8 +22,8 @@ from outrider.data.batches import select_rows
 from outrider.launch.bench.common import PeakMemory, resident_bytes
 from outrider.launch.cost_estimate import Cost, memory_of_run, trained_parameters
 from outrider.launch.doctor.finding import Finding
-from outrider.models import process
 from outrider.models.decode.round_times import Stopwatch
+from outrider.models.target import process
 from outrider.train.loop import LESS_MEMORY, optimizer_step
 from outrider.train.schedule import format_seconds
 from outrider.train.trainer import Trainer

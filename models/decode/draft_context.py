@@ -16,7 +16,7 @@ from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 
 NOT_FINITE = "The drafter's logits are not finite (NaN or infinite)."
 DRAFTER_FIX = "Check that its training converged, its precision, and that its files match."

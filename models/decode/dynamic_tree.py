@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft, root_index
-from outrider.models.decode.rule_table import BEST, COUPLED
+from outrider.models.decode.rules.rule_table import BEST, COUPLED
 from outrider.models.decode.tree import NEVER, Tree, rerank
 
 

@@ -24,6 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode import tree_layout
 from outrider.models.decode.draft_context import DRAFTER_FIX, DraftContext
 from outrider.models.decode.policy import Draft, Policy, check_compatible, default_rule_of
@@ -38,17 +40,15 @@ from outrider.models.decode.request import (
     same_length_batch,
 )
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
-from outrider.models.decode.rule_table import SAMPLED_DRAFTS, VerifyFn
+from outrider.models.decode.rules.rule_table import SAMPLED_DRAFTS, VerifyFn
+from outrider.models.decode.rules.token_rules import Rows
 from outrider.models.decode.sampling import EmptyDistribution
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
-from outrider.models.decode.token_rules import Rows
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import NO_RANDOMNESS, Decision, verifier_class
-from outrider.models.drafter import Drafter, State, TargetInput
+from outrider.models.drafting.drafter import Drafter, State, TargetInput
 from outrider.models.interface import Trace
-from outrider.models.kv_cache import KVCache
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target, TargetStates
+from outrider.models.target.target import Target, TargetStates
 
 PREFILL_MASK = 2**24  # elements of the mask with which a piece of a prompt is read
 TARGET_FIX = "Check the target's files, its precision and its cache (outrider doctor)."

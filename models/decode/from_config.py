@@ -18,7 +18,7 @@ from outrider.models.decode import tree_shapes
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
-from outrider.models.decode.rule_table import (
+from outrider.models.decode.rules.rule_table import (
     BEST,
     COUPLED,
     SAMPLED_DRAFTS,
@@ -28,7 +28,7 @@ from outrider.models.decode.rule_table import (
 )
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
 
 # of `decode`, for every entry of `eval.grid`; so is decode.depth, if it is set
 SHARED = (

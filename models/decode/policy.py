@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.models.argmax import first_argmax
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
-from outrider.models.decode.argmax import first_argmax
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.request import ActiveRequest
-from outrider.models.decode.rule_table import (
+from outrider.models.decode.rules.rule_table import (
     BEST,
     DRAWN,
     SAMPLED_DRAFTS,
@@ -32,7 +32,7 @@ from outrider.models.decode.rule_table import (
     check_draft,
     default_rule,
 )
-from outrider.models.decode.token_rules import Rows
+from outrider.models.decode.rules.token_rules import Rows
 from outrider.models.decode.tree import Tree
 
 

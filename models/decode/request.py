@@ -10,12 +10,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.cache.kv_cache import KVCache
 from outrider.models.decode.adaptive_confidence import Threshold
-from outrider.models.decode.gumbel_coupling import GumbelNoise
-from outrider.models.decode.round_outcome import RoundOutcome
 from outrider.models.decode.round_times import RoundTimes
-from outrider.models.drafter import State
-from outrider.models.kv_cache import KVCache
+from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
+from outrider.models.decode.rules.round_outcome import RoundOutcome
+from outrider.models.drafting.drafter import State
 
 PREFILL_TOKENS = 2048  # tokens of several prompts that one forward reads
 CHECKPOINTS = 3  # newest checkpoints of a dialogue and the first: each holds a drafter's rows

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft
-from outrider.models.decode.rule_table import BEST, INDEPENDENT, SAMPLED_DRAFTS, check_draft
-from outrider.models.decode.sibling_rules import draw_siblings
+from outrider.models.decode.rules.rule_table import BEST, INDEPENDENT, SAMPLED_DRAFTS, check_draft
+from outrider.models.decode.rules.sibling_rules import draw_siblings
 from outrider.models.decode.tree import NEVER, Tree
 from outrider.models.decode.tree_shapes import Paths, contiguous, parse
 

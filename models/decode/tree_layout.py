@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from outrider.models.cache.kv_cache import is_prefix
 from outrider.models.decode.tree import Tree
 from outrider.models.interface import Trace
-from outrider.models.kv_cache import is_prefix
-from outrider.models.target import TargetStates
+from outrider.models.target.target import TargetStates
 
 MASK_STEP = 512  # columns by which a cached mask grows
 

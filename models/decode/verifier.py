@@ -16,17 +16,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.models.decode import token_rules_cpu
-from outrider.models.decode.argmax import first_max
-from outrider.models.decode.gumbel_coupling import GumbelNoise, NoiseDraws, RoundNoise
+from outrider.models.argmax import first_max
 from outrider.models.decode.policy import Draft, Policy
 from outrider.models.decode.request import ActiveRequest
-from outrider.models.decode.round_outcome import RoundOutcome, greedy_outcomes, outcomes
-from outrider.models.decode.rule_table import COUPLED, BoundRule, VerifyFn
+from outrider.models.decode.rules import token_rules_cpu
+from outrider.models.decode.rules.gumbel_coupling import GumbelNoise, NoiseDraws, RoundNoise
+from outrider.models.decode.rules.round_outcome import RoundOutcome, greedy_outcomes, outcomes
+from outrider.models.decode.rules.rule_table import COUPLED, BoundRule, VerifyFn
+from outrider.models.decode.rules.token_rules import Rows
 from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.decode.token_rules import Rows
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 NO_RANDOMNESS: RandomSource = GeneratorSource([], 0)
 

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 from outrider.conf.errors import ConfigError
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds
-from outrider.models.target import Target, check_taps
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target, check_taps
 
 HERE = Path(__file__).parent
 

@@ -10,9 +10,9 @@ from outrider.conf.errors import ConfigError
 from outrider.models import formats
 from outrider.models.drafters import draft_lm
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 KEY = "drafter.path"
 

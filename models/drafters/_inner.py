@@ -18,10 +18,10 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
 from outrider.models import drafters, formats
-from outrider.models.drafter import Drafter, State
+from outrider.models.drafting.drafter import Drafter, State
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 MAX_STAGES = 4  # of inner drafters
 KEY = "drafter.inner"

@@ -40,9 +40,9 @@ from outrider.conf.schema import (
     LaunchConfig,
     TargetConfig,
 )
-from outrider.models import target_check
-from outrider.models.attention_masks import document_mask, extend_ancestor_mask
-from outrider.models.causal_lm import (
+from outrider.models.cache.attention_masks import document_mask, extend_ancestor_mask
+from outrider.models.cache.state_cache import PromptRows, StateCache
+from outrider.models.drafting.causal_lm import (
     LmHead,
     as_target,
     build_lm,
@@ -56,13 +56,13 @@ from outrider.models.causal_lm import (
     resolve_width,
     small_llama_config,
 )
-from outrider.models.drafter import BatchDrafter, LevelIds
+from outrider.models.drafting.drafter import BatchDrafter, LevelIds
+from outrider.models.drafting.on_policy import first_answers, replace_answers, sample_answers
+from outrider.models.drafting.self_feeding import gather_parents
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, Guess, ModelShape, Trace, shifted_guesses
-from outrider.models.on_policy import first_answers, replace_answers, sample_answers
-from outrider.models.self_feeding import gather_parents
-from outrider.models.state_cache import PromptRows, StateCache
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target import target_check
+from outrider.models.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.searched import SearchedConfig
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.drafting.target_drafting import TargetDrafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds
-from outrider.models.kv_cache import KVCache
-from outrider.models.layer_parts import Part
-from outrider.models.target import Target
-from outrider.models.target_drafting import TargetDrafter
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.layer_parts import Part
+from outrider.models.target.target import Target
 
 
 @dataclass(frozen=True)

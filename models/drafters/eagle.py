@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from outrider.conf.errors import RunError
 from outrider.conf.fields import option
 from outrider.conf.schema import DrafterConfig
-from outrider.models import closed_form_init
-from outrider.models.drafter import target_head_logits
+from outrider.models.drafting import closed_form_init
+from outrider.models.drafting.drafter import target_head_logits
+from outrider.models.drafting.layers import DecoderLayer, init_linear_weights
+from outrider.models.drafting.self_feeding import SelfFeeding
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds, Trace
-from outrider.models.layers import DecoderLayer, init_linear_weights
-from outrider.models.self_feeding import SelfFeeding
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 WARM_START = "Give drafter.warm_start an eagle or hass drafter: of a run, RUN/drafter."
 NOISE_LENGTH = 512  # tokens of a document at which both noise widths are equal

@@ -2,7 +2,7 @@
 
 Source: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, and its reference code. At row t, depth 1, the
 layer reads the embedding of x_{t+1} and g_t = fc(low, middle, high features of row t); at deeper
-depths it reads its own un-normed output ("training-time test", `models/self_feeding.py`). Gradients
+depths it reads its own un-normed output ("training-time test", `models/drafting/self_feeding.py`). Gradients
 flow through all depths. Settings select later variants: EAGLE-3.1 (arXiv:2605.09992) norms every
 tap (`fc_norm=each`) and feeds back the normed state (`feedback=normed`); speculators norms all taps
 of a row together (`fc_norm=joint`) and adds to the normed state (`residual=normed`); more layers,
@@ -11,7 +11,7 @@ query and key norms, another head size.
 Differs (docs/drafters/eagle3.md): the weight of a row follows the *predicted* token; taps are
 divided by their typical size, a power of two, so that exporting merges it into `fc` exactly
 (`tap_scale`), or into the joint norm's weight; training starts from the best linear drafter
-(`models/closed_form_init.py`).
+(`models/drafting/closed_form_init.py`).
 """
 
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from outrider.conf.fields import option
 from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
-from outrider.models import closed_form_init
+from outrider.models.drafting import closed_form_init
+from outrider.models.drafting.layers import DecoderLayer, Norm, init_linear_weights
+from outrider.models.drafting.self_feeding import SelfFeeding
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds, Trace
-from outrider.models.layers import DecoderLayer, Norm, init_linear_weights
-from outrider.models.self_feeding import SelfFeeding
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 BIAS_ROWS = 8192  # rows from which the constant direction of the layer's input is estimated
 SELF_SCORE = 10.0  # initial attention score of a row with itself; random scores are about 1

@@ -31,18 +31,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.models.branch_attention import branch_attention, plan_queries
-from outrider.models.drafter import LevelIds, target_head_logits
-from outrider.models.early_exit import EarlyExit, EarlyExitConfig
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.layer_rows import LayerRows
+from outrider.models.cache.split_cache import SplitCache
+from outrider.models.drafting.branch_attention import branch_attention, plan_queries
+from outrider.models.drafting.drafter import LevelIds, target_head_logits
+from outrider.models.drafting.early_exit import EarlyExit, EarlyExitConfig
+from outrider.models.drafting.layers import AttentionLayer, Norm, append_rows, init_linear_weights
+from outrider.models.drafting.self_feeding import concat_prompts, maybe_checkpoint, scatter_rows
+from outrider.models.drafting.target_drafting import TargetDraftState, level_positions
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, Trace, shifted_guesses
-from outrider.models.kv_cache import KVCache
-from outrider.models.layer_rows import LayerRows
-from outrider.models.layers import AttentionLayer, Norm, append_rows, init_linear_weights
-from outrider.models.self_feeding import concat_prompts, maybe_checkpoint, scatter_rows
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target
-from outrider.models.target_drafting import TargetDraftState, level_positions
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 FIT_BATCHES = 4  # of training rows, to which the norm is fitted
 

@@ -9,7 +9,7 @@ last output included, and skips whole layers for single rows at random:
     p(l)    = p_max (2^(l / (L-1)) - 1)                the probability that a row skips layer l
 
 It CHANGES THE TARGET: decoding is exact for the changed target. Its first E layers draft, and their
-cache and states are used again in verification (models/early_exit.py).
+cache and states are used again in verification (models/drafting/early_exit.py).
 
 Row t has read x_0..x_{t+1}: the guess of depth d is the exit state of row t + d, so depth 1 is
 trained and deeper guesses are copies of it. Other exits, and the last output, are guesses of depth
@@ -29,12 +29,12 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import DEPTHS, PROBABILITY, DrafterConfig, LaunchConfig, TargetConfig
-from outrider.models.drafter import target_head_logits
-from outrider.models.early_exit import EarlyExit, check_exit
+from outrider.models.drafting.drafter import target_head_logits
+from outrider.models.drafting.early_exit import EarlyExit, check_exit
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, TargetEnds, Trace, shifted_guesses
-from outrider.models.target import Target
-from outrider.models.target_copy import TargetCopy
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
+from outrider.models.target.target_copy import TargetCopy
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import COUNT0, UntrainedConfig
-from outrider.models.decode.argmax import first_argmax
-from outrider.models.drafter import TargetInput
-from outrider.models.interface import ModelShape, TargetEnds, Trace
-from outrider.models.kv_cache import KVCache
-from outrider.models.lookahead_window import (
+from outrider.models.argmax import first_argmax
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
+from outrider.models.drafting.drafter import TargetInput
+from outrider.models.drafting.lookahead_window import (
     Pool,
     Window,
     WindowRows,
@@ -33,10 +33,10 @@ from outrider.models.lookahead_window import (
     merge_guesses,
     most_rows,
 )
-from outrider.models.lookup import Draft, DraftState, UntrainedDrafter
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target, TargetStates
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.lookup import Draft, DraftState, UntrainedDrafter
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.interface import ModelShape, TargetEnds, Trace
+from outrider.models.target.target import Target, TargetStates
 
 
 @dataclass(frozen=True)

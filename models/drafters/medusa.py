@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
-from outrider.models import closed_form_init
-from outrider.models.attention_masks import document_mask
-from outrider.models.drafter import BatchDrafter, LevelIds, State, target_head_logits
+from outrider.models.cache.attention_masks import document_mask
+from outrider.models.drafting import closed_form_init
+from outrider.models.drafting.drafter import BatchDrafter, LevelIds, State, target_head_logits
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, TargetEnds, Trace
-from outrider.models.lora import Adapters
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.lora import Adapters
+from outrider.models.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Source: DeepSeek-V3, arXiv:2412.19437, section 2.2 (`mode=chained`): module k continues module k-1
 at the same row and adds token x_{t+k}, so D modules draft D tokens. FastMTP, arXiv:2509.18362
 (`mode=recurrent`): one module runs on its own output, to any depth. Embedding and head are the
-target's own, frozen. `models/mtp_modules.py` implements the modules and both modes.
+target's own, frozen. `models/drafting/mtp_modules.py` implements the modules and both modes.
 
 Differs: the target is frozen and only the drafter's loss is trained (DeepSeek-V3 adds it to the
 pre-training loss); decoding keeps keys of decided tokens only, so nothing is cropped or computed
@@ -25,14 +25,14 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import DEPTHS, DrafterConfig
-from outrider.models import closed_form_init
-from outrider.models.drafter import BatchDrafter, LevelIds, State, target_head_logits
+from outrider.models.drafting import closed_form_init
+from outrider.models.drafting.drafter import BatchDrafter, LevelIds, State, target_head_logits
+from outrider.models.drafting.layers import init_linear_weights
+from outrider.models.drafting.mtp_modules import MtpChain, MtpLoop, MtpModule
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import mtp_layouts
 from outrider.models.interface import Guess, ModelShape, TargetEnds, Trace
-from outrider.models.layers import init_linear_weights
-from outrider.models.mtp_modules import MtpChain, MtpLoop, MtpModule
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 MAX_STATE_ELEMENTS = 2**28  # of the target states held in memory for the regressions
 

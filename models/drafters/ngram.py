@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from outrider.conf.fields import option
 from outrider.conf.schema import UntrainedConfig
-from outrider.models.lookup import Draft, LookupDrafter, TextIndex
+from outrider.models.drafting.lookup import Draft, LookupDrafter, TextIndex
 
 
 @dataclass(frozen=True)

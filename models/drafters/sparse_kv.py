@@ -37,19 +37,19 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TOKENS, UntrainedConfig
-from outrider.models.budget_view import BudgetView, Front, Rows
+from outrider.models.cache.budget_view import BudgetView, Front, Rows
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.paired_cache import PairedCache
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode.tree_layout import branch_mask
-from outrider.models.drafter import LevelIds, TargetInput
 from outrider.models.drafters import _draft_model
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafting.drafter import LevelIds, TargetInput
+from outrider.models.drafting.row_selection import Selection, select, stack
+from outrider.models.drafting.target_drafting import TargetDrafter, TargetDraftState
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds, Trace
-from outrider.models.kv_cache import KVCache
-from outrider.models.paired_cache import PairedCache
-from outrider.models.row_selection import Selection, select, stack
-from outrider.models.split_cache import SplitCache
-from outrider.models.target import Target, TargetStates
-from outrider.models.target_drafting import TargetDrafter, TargetDraftState
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target, TargetStates
 
 METHODS = ("streaming", "snapkv")
 MOST_TOKENS = 4194304  # of a budget

@@ -38,12 +38,12 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import NODES
-from outrider.models.drafter import Drafter, LevelIds, State
 from outrider.models.drafters import _inner, draft_lm
 from outrider.models.drafters.draft_lm import DraftLm, DraftLmState
+from outrider.models.drafting.drafter import Drafter, LevelIds, State
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, Trace
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 Path: TypeAlias = tuple[int, ...]  # the tokens from the newest one down to a node, itself excluded
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from outrider.conf.fields import option
 from outrider.conf.schema import PROBABILITY, UntrainedConfig
-from outrider.models.answer_file import read_answers, write_answers
-from outrider.models.lookup import Draft, LookupDrafter, TextIndex
-from outrider.models.suffix_trie import Appended, Candidate, Place, SuffixTrie
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.drafting.answer_file import read_answers, write_answers
+from outrider.models.drafting.lookup import Draft, LookupDrafter, TextIndex
+from outrider.models.drafting.suffix_trie import Appended, Candidate, Place, SuffixTrie
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from outrider.conf.files import read_json
 if TYPE_CHECKING:
     import torch
 
-    from outrider.models.drafter import Drafter
+    from outrider.models.drafting.drafter import Drafter
     from outrider.models.formats.external import Format
-    from outrider.models.target import Target
+    from outrider.models.target.target import Target
 
 HERE = Path(__file__).parent
 MTP = "serves MTP modules only inside a copy of their target: use format=deepseek or qwen3_next, "

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import ConfigError
-from outrider.models.causal_lm import refuse_code_keys
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafting.causal_lm import refuse_code_keys
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.formats.external import ExternalFormat, read_sidecar, sidecar_drafter
 from outrider.models.formats.weight_folder import WeightFolder
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 
 class HuggingFaceFormat(ExternalFormat):

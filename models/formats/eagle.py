@@ -31,7 +31,7 @@ from outrider.models.formats.external import (
     strip_wrappers,
 )
 from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 PARA_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
 OLD_SCALE = (

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.drafters.eagle3 import Eagle3, eagle3_taps
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import hf_config
 from outrider.models.formats.eagle3_config import (
     ANGELSLIM_IDS,
@@ -50,8 +51,7 @@ from outrider.models.formats.external import (
     strip_wrappers,
 )
 from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 LAST = "it taps the last decoder layer, whose output engines expose only after the final norm"
 ORDER = "engines return tapped layers in ascending order, in whatever order they are named"

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.models.formats import hf_config
 from outrider.models.formats.weight_folder import WeightFolder, equal_values
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 ANGELSLIM_IDS = "aux_hidden_states_layer_ids"  # outputs

@@ -17,7 +17,7 @@ from outrider.models.drafters.eagle3 import Eagle3
 from outrider.models.formats import hf_config
 from outrider.models.formats.eagle3 import Eagle3Format
 from outrider.models.formats.weight_folder import WeightFolder
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 VERSION = "0.7.0"  # of the schema that is written
 LOSSLESS = {"verifier_accept_k": 1, "accept_tolerance": 0.0}

@@ -24,7 +24,8 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import read_json, sha256_of, write_json
 from outrider.conf.shown_text import mask_home, mask_values
 from outrider.models import drafters
-from outrider.models.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats.atomic_folder import atomic_folder, write_weights
 from outrider.models.formats.hf_config import weight_dtype
 from outrider.models.formats.native import NativeFormat, config_from_json, target_fingerprint
@@ -36,8 +37,7 @@ from outrider.models.formats.weight_folder import (
     equal_values,
 )
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 JOINT_ORDER = ["embedding", "state"]  # the inputs of the joint projection, in every format
 ONCE = "Remove one of them from the weight file."

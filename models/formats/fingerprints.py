@@ -4,9 +4,9 @@ import hashlib
 import json
 from typing import Any
 
-from outrider.models.chat_template import template_hash
 from outrider.models.formats.native import target_fingerprint
-from outrider.models.load import LoadedTarget
+from outrider.models.target.chat_template import template_hash
+from outrider.models.target.load import LoadedTarget
 
 
 def fingerprints(loaded: LoadedTarget) -> dict[str, str]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.drafting.layers import apply_rotary, rotary_frequencies
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats.weight_folder import WeightFolder
-from outrider.models.hf_folder import check_sizes
 from outrider.models.interface import ModelShape
-from outrider.models.layers import apply_rotary, rotary_frequencies
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.hf_folder import check_sizes
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}

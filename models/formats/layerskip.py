@@ -7,15 +7,15 @@ target. `outrider.json` names the drafter and its settings; without it the folde
 from pathlib import Path
 from typing import Any
 
-from outrider.models.causal_lm import as_target, load_lm
-from outrider.models.drafter import Drafter
 from outrider.models.drafters.layerskip import LayerSkip
+from outrider.models.drafting.causal_lm import as_target, load_lm
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.formats.external import ExternalFormat, read_sidecar, sidecar_drafter
 from outrider.models.formats.hf_config import USE_TARGET
 from outrider.models.formats.weight_folder import WeightFolder, equal_values
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target.target import Target
 
 
 class ChangedTargetFormat(ExternalFormat):

@@ -20,7 +20,7 @@ from outrider.models.drafters.medusa import Medusa
 from outrider.models.formats import hf_config
 from outrider.models.formats.external import DrafterSpec, ExternalFormat, Sidecar
 from outrider.models.formats.weight_folder import WeightFolder
-from outrider.models.target import Target
+from outrider.models.target.target import Target
 
 ADAPTERS = "it changes its target (adapters), which no engine does when it loads Medusa heads"
 LAYERS_DIFFER = "its layers differ, and Medusa's code repeats one of them; format=vllm stores each"

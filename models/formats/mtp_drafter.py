@@ -6,7 +6,7 @@ as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
 An engine runs a module as one more decoder layer of the target that holds it, with the target's
 rotary embedding and head, and feeds the next depth the module's output after its norm; drafters
-trained otherwise are refused, and targets whose layers are not those of `models/layers.py` (four
+trained otherwise are refused, and targets whose layers are not those of `models/drafting/layers.py` (four
 norms, experts, multipliers). Biases of the target's layers are written as zeros.
 docs/formats.md lists the target families that an engine serves.
 """
@@ -24,9 +24,9 @@ from outrider.models.formats.eagle3_speculators import speculators_fields
 from outrider.models.formats.external import JOINT_ORDER, DrafterSpec, ExternalFormat, Sidecar
 from outrider.models.formats.mtp_layouts import DEEPSEEK, QWEN3_NEXT, SPECULATORS, ModuleLayout
 from outrider.models.formats.weight_folder import WeightFolder
-from outrider.models.hf_folder import summarise
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
+from outrider.models.target.hf_folder import summarise
+from outrider.models.target.target import Target
 
 ROPE = "an engine would use the target's rotary embedding, which is scaled or partial"
 OTHER_SIZES = "its layers have other sizes than the target's, whose config engines build them from"

@@ -20,7 +20,7 @@ from outrider.models.formats.weight_folder import (
     WeightFolder,
     damaged_means_error,
 )
-from outrider.models.hf_folder import weights_size
+from outrider.models.target.hf_folder import weights_size
 
 MODULES = "model-mtp.safetensors"
 

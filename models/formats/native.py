@@ -18,13 +18,14 @@ from outrider.conf.fields import convert, from_dict
 from outrider.conf.files import read_json, write_json
 from outrider.conf.shown_text import mask_home, mask_values
 from outrider.conf.tensor_files import fingerprint, read_tensors, write_tensors
-from outrider.models import drafters, hf_folder
-from outrider.models.drafter import Drafter
+from outrider.models import drafters
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats.weight_folder import WeightFolder, damaged_means_error
-from outrider.models.hf_folder import summarise
 from outrider.models.interface import ModelShape
-from outrider.models.target import Target
-from outrider.models.vocab import DraftVocab
+from outrider.models.target import hf_folder
+from outrider.models.target.hf_folder import summarise
+from outrider.models.target.target import Target
 
 FORMAT = "outrider-drafter-1"
 PARTS = {"drafter": dict, "taps": list, "target": dict}  # required, as sha256 is

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
 from outrider.conf.files import read_json, sha256_of
-from outrider.models import hf_folder
-from outrider.models.hf_folder import read_weight_map, summarise, weights_size
+from outrider.models.target import hf_folder
+from outrider.models.target.hf_folder import read_weight_map, summarise, weights_size
 
 SIDECAR = "outrider.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the first that exists is used

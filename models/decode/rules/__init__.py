@@ -1,0 +1,1 @@
+"""Verification rules: which draft tokens are accepted, and which token follows them."""

@@ -1,0 +1,1 @@
+"""What drafters share: base classes, layers, vocabulary, first weights, look-ups."""

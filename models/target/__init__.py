@@ -1,0 +1,1 @@
+"""The frozen target: loading, forward, parts of its layers, devices, and its chat template."""
