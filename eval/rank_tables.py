@@ -18,7 +18,8 @@ How the k-th child is drafted, and when it is accepted:
             of noise per position.
 
 The probabilities of `drawn` are exact given the tokens rejected before, which are sampled from
-max(q - r, 0). Shape letters: N rows, K ranks, D depths, besides those of `models/drafting/drafter.py`.
+max(q - r, 0). Shape letters: N rows, K ranks, D depths, besides those of
+`models/drafting/drafter.py`.
 
 Source: positional acceptance, Chen et al. 2024, "Sequoia", section 3, arXiv:2402.12374; accuracies
 of ranks, Cai et al. 2024, "Medusa", section 2.3.3, arXiv:2401.10774.

@@ -12,7 +12,6 @@ from torch import Tensor
 from outrider.launch.bench import drafting
 from outrider.launch.cli import main
 from outrider.models.cache.layer_rows import LayerRows
-from outrider.models.drafting import layers
 from tests import tiny
 
 
@@ -38,13 +37,13 @@ def test_every_drafter_and_context_has_a_row(
 
 def test_attention_of_the_drafter_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that takes 20 ms longer, inside and outside of a draft."""
-    attend = layers.attend_rows
+    attend = LayerRows.attend
 
     def slow(*args: Any) -> Tensor:
         time.sleep(0.02)
         return attend(*args)
 
-    monkeypatch.setattr(layers, "attend_rows", slow)
+    monkeypatch.setattr(LayerRows, "attend", slow)
     target = tiny.target()
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps(drafter.taps)
@@ -53,7 +52,7 @@ def test_attention_of_the_drafter_alone_is_timed(monkeypatch: pytest.MonkeyPatch
         drafter.absorb_batch([None], [rows])
         assert len(seconds) == 1
         assert sum(seconds) >= 0.02
-        layers.attend_rows(torch.zeros(1, 1, 2), _rows())
+        _rows().attend(torch.zeros(1, 1, 2), None)
     assert len(seconds) == 1  # outside of a draft
 
 

@@ -23,12 +23,11 @@ from outrider.conf.fields import option
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench import common
 from outrider.models import drafters
-from outrider.models.cache import budget_view, kv_cache, state_cache
+from outrider.models.cache import budget_view, kv_cache, layer_rows
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Request
 from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafting import layers
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target import process
 from outrider.models.target.load import load_target
@@ -37,8 +36,7 @@ from outrider.models.target.target import Target
 BLOCK = 97  # tokens that the prompt repeats: look-ups find them
 UNCOUNTED = 2  # first rounds, in which buffers are allocated
 ATTENTION = (  # of drafters, of draft models, of views of a cache, of caches
-    (layers, "attend_rows"),
-    (state_cache, "attend_with_bias"),
+    (layer_rows.LayerRows, "attend"),
     (budget_view, "split_attention"),
     (budget_view, "gqa_attention"),
     (kv_cache, "gqa_attention"),

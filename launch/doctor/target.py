@@ -12,7 +12,7 @@ TOLERANCE = 0.05  # relative difference of recorded and recomputed hidden states
 
 
 def check_target(loaded: LoadedTarget) -> Finding:
-    """Report the comparison that `models/target/target_check.py` made when the target was loaded."""
+    """Report the comparison that `target_check.py` made when the target was loaded."""
     target = loaded.target
     count, dtype = target.parameter_count(), str(target.dtype).removeprefix("torch.")
     facts = {"source": loaded.source, "parameters": count, "layers": target.num_layers,

@@ -3,6 +3,7 @@
 Legend: B rows of a batch, T tokens, N new tokens, S columns (cached and new), M nodes of a branch.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,23 @@ def extend_ancestor_mask(mask: Bool[Tensor, "B N M"]) -> Bool[Tensor, "B N MN"]:
         return F.pad(mask, (0, 1), value=True)
     itself = torch.eye(count, dtype=torch.bool, device=mask.device)
     return torch.cat([mask, itself.expand(len(mask), -1, -1)], dim=2)
+
+
+def branch_mask(prefix: Sequence[int], ancestors: Bool[Tensor, "B N M"]) -> Bool[Tensor, "B N S"]:
+    """Return a mask of the committed rows and of those of M nodes that follow them.
+
+    Args:
+        prefix: how many rows of each prompt are committed.
+        ancestors: which of the M nodes each of N new nodes attends to.
+    """
+    start, (_, count, nodes) = prefix[0], ancestors.shape
+    if all(length == start for length in prefix):
+        return F.pad(ancestors, (start, 0), value=True)
+    starts = torch.tensor(prefix, device=ancestors.device)[:, None]
+    columns = torch.arange(max(prefix) + nodes, device=starts.device)
+    visible = (columns < starts)[:, None].repeat(1, count, 1)
+    own = (starts + columns[:nodes])[:, None].expand(-1, count, -1)
+    return visible.scatter_(2, own, ancestors)
 
 
 def additive_mask(mask: Bool[Tensor, "B T S"], dtype: torch.dtype) -> Float[Tensor, "B 1 T S"]:

@@ -9,14 +9,18 @@ share a buffer, so that verified rows are copied only when it is full:
 
 Rows of draft tokens belong to a round and are few; they are kept apart and concatenated.
 
-Legend: L verified rows, M drafted rows, N new ones, A key heads, C head size.
+Legend: L verified rows, M drafted rows, N new ones, A key heads, C head size,
+G query heads.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+from outrider.models.small_matmul import gqa_attention, split_attention
 
 SPARE_ROWS = 64  # at least, of a new buffer
 
@@ -94,3 +98,24 @@ class LayerRows:
         if self.branch is not None:
             key, value = (torch.cat(pair) for pair in zip(self.branch, (key, value), strict=True))
         return replace(self, branch=(key, value))
+
+    def attend(
+        self,
+        q: Float[Tensor, "N G C"],
+        bias: Float[Tensor, "N M"] | None,
+        scale: float | None = None,
+    ) -> Float[Tensor, "N G C"]:
+        """Attend to all rows; `bias` is added to the scores of the last M.
+
+        Verified rows and a branch are attended to where they are, under one softmax.
+        """
+        parts = [(self.keys.rows, self.values.rows), *([self.branch] if self.branch else [])]
+        by_head = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in parts]
+        q = q.transpose(0, 1)[None]
+        if self.branch is not None:
+            bias = None if bias is None else bias[None, None]
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            return split_attention(q, by_head, bias, scale)[0].transpose(0, 1)
+        if bias is not None:
+            bias = F.pad(bias, (len(self) - bias.shape[1], 0))[None, None]
+        return gqa_attention(q, *by_head[0], bias, scale)[0].transpose(0, 1)

@@ -10,8 +10,12 @@ A forward of the target writes to this cache as to any other; a forward of the d
 `draft`. The draft model never has more rows of the text than the target.
 """
 
+from typing import TYPE_CHECKING
+
 from outrider.models.cache.kv_cache import KVCache
-from outrider.models.target.target import Target
+
+if TYPE_CHECKING:
+    from outrider.models.target.target import Target
 
 
 class PairedCache(KVCache):
@@ -21,7 +25,7 @@ class PairedCache(KVCache):
         draft: the draft model's cache; its slots are selected, moved and cropped with these.
     """
 
-    def __init__(self, target: Target, draft_model: Target, capacity: int, slots: int) -> None:
+    def __init__(self, target: "Target", draft_model: "Target", capacity: int, slots: int) -> None:
         """
         Args:
             capacity: rows of a slot, at first.

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.layer_rows import LayerRows
-from outrider.models.drafting.layers import attend_with_bias
 
 
 class PromptRows(NamedTuple):
@@ -106,7 +105,7 @@ class StateCache(AttentionCache):
         for i, count in enumerate(self.counts):
             rows = self._append(i, layer, key[i], value[i])
             bias = mask[i, 0, :count, self.padding[i] : self.length + count]
-            attended = attend_with_bias(query[i, :, :count].transpose(0, 1), rows, bias, scale)
+            attended = rows.attend(query[i, :, :count].transpose(0, 1), bias, scale)
             out.append(F.pad(attended, (0, 0, 0, 0, 0, query.shape[2] - count)))
         return torch.stack(out).transpose(1, 2)
 

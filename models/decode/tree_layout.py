@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from outrider.models.cache.attention_masks import branch_mask
 from outrider.models.cache.kv_cache import is_prefix
 from outrider.models.decode.tree import Tree
 from outrider.models.interface import Trace
@@ -128,23 +128,6 @@ def positions_and_mask(
         return depths + start, branch_mask(prefix, tree.ancestor_mask)
     starts = torch.tensor(prefix, device=tree.ids.device)[:, None]
     return depths + starts, branch_mask(prefix, tree.ancestor_mask)
-
-
-def branch_mask(prefix: Sequence[int], ancestors: Bool[Tensor, "B N M"]) -> Bool[Tensor, "B N S"]:
-    """Return a mask of the committed rows and of those of M nodes that follow them.
-
-    Args:
-        prefix: how many rows of each prompt are committed.
-        ancestors: which of the M nodes each of N new nodes attends to.
-    """
-    start, (_, count, nodes) = prefix[0], ancestors.shape
-    if all(length == start for length in prefix):
-        return F.pad(ancestors, (start, 0), value=True)
-    starts = torch.tensor(prefix, device=ancestors.device)[:, None]
-    columns = torch.arange(max(prefix) + nodes, device=starts.device)
-    visible = (columns < starts)[:, None].repeat(1, count, 1)
-    own = (starts + columns[:nodes])[:, None].expand(-1, count, -1)
-    return visible.scatter_(2, own, ancestors)
 
 
 def _chain_layout(

@@ -2,7 +2,7 @@
 
 Source: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, and its reference code. At row t, depth 1, the
 layer reads the embedding of x_{t+1} and g_t = fc(low, middle, high features of row t); at deeper
-depths it reads its own un-normed output ("training-time test", `models/drafting/self_feeding.py`). Gradients
+depths it reads its own un-normed output ("training-time test", `self_feeding.py`). Gradients
 flow through all depths. Settings select later variants: EAGLE-3.1 (arXiv:2605.09992) norms every
 tap (`fc_norm=each`) and feeds back the normed state (`feedback=normed`); speculators norms all taps
 of a row together (`fc_norm=joint`) and adds to the normed state (`residual=normed`); more layers,

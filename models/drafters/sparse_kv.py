@@ -37,11 +37,11 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TOKENS, UntrainedConfig
+from outrider.models.cache.attention_masks import branch_mask
 from outrider.models.cache.budget_view import BudgetView, Front, Rows
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.paired_cache import PairedCache
 from outrider.models.cache.split_cache import SplitCache
-from outrider.models.decode.tree_layout import branch_mask
 from outrider.models.drafters import _draft_model
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.drafting.drafter import LevelIds, TargetInput

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from outrider.models.cache.layer_rows import LayerRows
 from outrider.models.drafting.branch_attention import QueryPlan
 from outrider.models.interface import ModelShape
-from outrider.models.small_matmul import gqa_attention, split_attention
 
 
 class Norm(nn.Module):
@@ -263,29 +262,7 @@ def attend_rows(
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
         bias = bias.masked_fill_(~mask, float("-inf"))
-    return attend_with_bias(q, rows, bias)
-
-
-def attend_with_bias(
-    q: Float[Tensor, "N AG C"],
-    rows: LayerRows,
-    bias: Float[Tensor, "N M"] | None,
-    scale: float | None = None,
-) -> Float[Tensor, "N AG C"]:
-    """Attend to all keys; `bias` is added to the scores of the last M.
-
-    Verified rows and a branch are attended to where they are, under one softmax.
-    """
-    parts = [(rows.keys.rows, rows.values.rows), *([rows.branch] if rows.branch else [])]
-    by_head = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in parts]
-    q = q.transpose(0, 1)[None]
-    if rows.branch is not None:
-        bias = None if bias is None else bias[None, None]
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return split_attention(q, by_head, bias, scale)[0].transpose(0, 1)
-    if bias is not None:
-        bias = F.pad(bias, (len(rows) - bias.shape[1], 0))[None, None]
-    return gqa_attention(q, *by_head[0], bias, scale)[0].transpose(0, 1)
+    return rows.attend(q, bias)
 
 
 def init_linear_weights(module: nn.Module) -> None:

@@ -19,10 +19,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.models.cache.attention_masks import extend_ancestor_mask
+from outrider.models.cache.attention_masks import branch_mask, extend_ancestor_mask
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache
-from outrider.models.decode.tree_layout import branch_mask
 from outrider.models.drafting.drafter import BatchDrafter, LevelIds, TargetInput, target_head_logits
 from outrider.models.drafting.self_feeding import gather_parents
 from outrider.models.interface import Trace

@@ -6,7 +6,7 @@ as weight - 1, exact for weights in 0.5 .. 2 and rounded elsewhere.
 
 An engine runs a module as one more decoder layer of the target that holds it, with the target's
 rotary embedding and head, and feeds the next depth the module's output after its norm; drafters
-trained otherwise are refused, and targets whose layers are not those of `models/drafting/layers.py` (four
+trained otherwise are refused, and targets whose layers are not those of `drafting/layers.py` (four
 norms, experts, multipliers). Biases of the target's layers are written as zeros.
 docs/formats.md lists the target families that an engine serves.
 """

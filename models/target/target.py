@@ -2,8 +2,8 @@
 
 This file, `fast_llama.py` and `query_scales.py` depend on the internals of a target's model. This
 one locates the decoder, its layers, the embedding and the head by type, not by name;
-models/target/target_check.py verifies the result on every load. Families with a recurrent state (linear
-attention, Mamba) are refused.
+`target_check.py` verifies the result on every load. Families with a recurrent state (linear attention,
+Mamba) are refused.
 """
 
 import copy
