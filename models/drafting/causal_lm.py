@@ -20,7 +20,7 @@ from outrider.conf.hub import require_folder_or_id
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape
 from outrider.models.target import hf_folder
-from outrider.models.target.target import Target, shape_of
+from outrider.models.target.target import Target
 
 CODE_KEYS = ("auto_map", "implementation", "kernel", "remote")  # parts of keys that name code
 FIX = "Give a folder or hub id of a causal language model with safetensors."
@@ -130,15 +130,6 @@ def lm_config(body: dict[str, Any]) -> Any:
     with _refusing("drafter.body", body["model_type"]):
         hf_folder.check_sizes(body)
         return AutoConfig.for_model(**body)
-
-
-def config_shape(config: Any) -> ModelShape | None:
-    """Return the shape of a text model by its configuration; None if that does not tell it."""
-    text = config.get_text_config(decoder=True)
-    try:
-        return shape_of(text, int(text.num_hidden_layers), int(text.vocab_size))
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
-        return None
 
 
 def read_lm_config(path: str) -> Any:

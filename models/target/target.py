@@ -2,8 +2,8 @@
 
 This file, `fast_llama.py` and `query_scales.py` depend on the internals of a target's model. This
 one locates the decoder, its layers, the embedding and the head by type, not by name;
-`target_check.py` verifies the result on every load. Families with a recurrent state (linear attention,
-Mamba) are refused.
+`target_check.py` verifies the result on every load. Families with a recurrent state (linear
+attention, Mamba) are refused.
 """
 
 import copy
@@ -28,6 +28,7 @@ from outrider.models.small_matmul import linear
 from outrider.models.target.fast_llama import FastLlama, supports
 from outrider.models.target.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.target.lora import has_adapters
+from outrider.models.target.model_shape import shape_of
 from outrider.models.target.query_scales import scale_queries
 
 MASK_ELEMENTS = 2**26  # of one attention mask: 256 MB in float32
@@ -39,25 +40,6 @@ class TargetStates(NamedTuple):
 
     taps: Float[Tensor, "B T KH"]  # outputs of the tapped decoder layers, concatenated
     last: Float[Tensor, "B T H"]  # output of the final norm; of a part without it, of its end
-
-
-def shape_of(cfg: Any, layers: int, vocab: int) -> ModelShape:
-    """Return the shape of a text model by its configuration, layers and vocabulary."""
-    hidden, heads = int(cfg.hidden_size), int(cfg.num_attention_heads)
-    act = str(getattr(cfg, "hidden_act", None) or getattr(cfg, "hidden_activation", "silu"))
-    return ModelShape(
-        hidden=hidden,
-        intermediate=int(getattr(cfg, "intermediate_size", None) or 4 * hidden),
-        layers=layers,
-        heads=heads,
-        kv_heads=int(getattr(cfg, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(cfg, "head_dim", None) or hidden // heads),
-        vocab=vocab,
-        eps=float(getattr(cfg, "rms_norm_eps", None) or 1e-5),
-        rope_theta=_rope_theta(cfg),
-        activation="gelu" if act.startswith("gelu") else "silu",
-        max_positions=int(getattr(cfg, "max_position_embeddings", None) or 2048),
-    )
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:
@@ -359,10 +341,3 @@ def find_decoder(model: Any, layers: nn.ModuleList) -> Any:
     if decoder.get_output_embeddings() is None:
         return decoder
     return next(m for m in decoder.modules() if any(child is layers for child in m.children()))
-
-
-def _rope_theta(config: Any) -> float:
-    """Return the base of the rotary embedding; 10000 for families that have none."""
-    fields = getattr(config, "rope_parameters", None) or {}
-    value = fields.get("full_attention", fields).get("rope_theta")
-    return float(value or getattr(config, "rope_theta", None) or 10000.0)
