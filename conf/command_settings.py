@@ -141,7 +141,7 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: also for other machines")
     port: int = option(8000, "port to listen at; 0: a free one", "[0, 65535]")
-    name: str | None = option(None, "name of the model in the API; null: the target's")
+    model: str | None = option(None, "name of the model in the API; null: the target's")
     batch: int = option(8, "answers decoded together", "[1, 1024]")
     samplings: int = option(2, "different sampling settings decoded at a time", "[1, 64]")
     queue: int = option(64, "answers that may wait; status 429 beyond", "[0, 65536]")
@@ -152,9 +152,9 @@ class ServeConfig:
     grace: float = option(10.0, "seconds that running answers get when it stops", "[0, 3600]")
 
     def __post_init__(self) -> None:
-        if self.name is not None and not re.fullmatch(r"[\w./:@+-]+", self.name):
+        if self.model is not None and not re.fullmatch(r"[\w./:@+-]+", self.model):
             why = "The name of a model is one word of letters, digits and . / : @ + - _"
-            raise ConfigError("serve.name", self.name, why, "Like serve.name=my-draft.")
+            raise ConfigError("serve.model", self.model, why, "Like serve.model=my-draft.")
 
 
 VERB_GROUPS: dict[str, Any] = {

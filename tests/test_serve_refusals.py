@@ -297,3 +297,15 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     with pytest.raises(RunError, match=r"needs the package uvicorn(.|\n)*outrider\[serve\]"):
         command.check_libraries()
+
+
+@pytest.mark.parametrize(
+    "word", ["port=70000", "serve.batch=0", "serve.timeout=0", "serve.model='a b'", "serve.que=5"]
+)
+def test_wrong_settings_are_named(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "drafter=suffix", "target=tiny", word])
+    assert stop.value.code == 2
+    assert f"config error: serve.{word.removeprefix('serve.').partition('=')[0]}" in (
+        capsys.readouterr().err
+    )

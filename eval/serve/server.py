@@ -61,7 +61,7 @@ class Server:
             decoder, options, default_tokens, self.metrics, self._print_answer, self._print_bug
         )
         settings = RequestSettings(decode, tables, decoder.target.vocab_size)
-        name, key = options.name or decoder.target.name, os.environ.get(KEY) or None
+        name, key = options.model or decoder.target.name, os.environ.get(KEY) or None
         self.service = Service(self.worker, options, self.metrics, name, settings, key)
 
     @property
