@@ -17,6 +17,7 @@ from typing import Any
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import sha256_of
+from outrider.conf.hub import use_cache_if_unreachable
 from outrider.conf.schema import DataConfig
 from outrider.conf.shown_text import mask_address, mask_credentials
 from outrider.data.columns import rename_columns

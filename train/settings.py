@@ -56,7 +56,7 @@ def parse(node: DictConfig, *, to_train: bool = True, searched: bool = False) ->
     if to_train and is_untrained(name) and not (searched and is_searched(name)):
         raise _nothing_to_train(name)
     schema = drafter_schema(values["drafter"])
-    drafter = from_dict(schema, values["drafter"], "drafter")
+    drafter: Any = from_dict(schema, values["drafter"], "drafter")
     config = Config(**groups, drafter=drafter, automatic=automatic)
     from outrider.train.checks import CHECKS
 

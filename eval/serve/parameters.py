@@ -14,7 +14,8 @@ from typing import Any
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict, option
 from outrider.conf.schema import COUNT, COUNT0, PROBABILITY, TOKENS
-from outrider.data.conversations import HALF_PAIR, Message
+from outrider.data.conversations import Message
+from outrider.data.tool_calls import HALF_PAIR
 from outrider.eval.requests import Prompt
 from outrider.eval.serve.errors import ApiError
 

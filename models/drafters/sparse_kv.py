@@ -86,7 +86,7 @@ class Config(UntrainedConfig):
         kept = getattr(self, name)
         if self.budget <= kept and not self.adjust(name, max(self.budget // 2, name == "window")):
             return self.budget + kept <= MOST_TOKENS and self.adjust("budget", self.budget + kept)
-        return self.budget > getattr(self, name)
+        return bool(self.budget > getattr(self, name))
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,10 @@ class EagleFormat(ExternalFormat):
         out = super().export_weights(drafter, target)
         return {**out, "fc.weight": _scale_embedding(out["fc.weight"], target.embedding_scale)}
 
-    def import_weights(self, weights: dict[str, Tensor], drafter: Eagle) -> dict[str, Tensor]:
-        scaled = _scale_embedding(weights["fc.weight"], 1 / drafter.embedding_scale)
+    def import_weights(
+        self, weights: dict[str, Tensor], drafter: Eagle, target: Target
+    ) -> dict[str, Tensor]:
+        scaled = _scale_embedding(weights["fc.weight"], 1 / target.embedding_scale)
         return {**weights, "fc.weight": scaled}
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
