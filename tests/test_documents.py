@@ -63,7 +63,10 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def test_workflows_run_make_targets_that_exist() -> None:
-    makefile, files = (ROOT / "Makefile").read_text(), list((ROOT / ".github").rglob("*.yml"))
+    makefile, files = (
+        (ROOT / "Makefile").read_text(),
+        list((ROOT / ".github" / "workflows").glob("*.yml")),
+    )
     assert files
     for file in files:
         jobs = yaml.safe_load(file.read_text())["jobs"].values()
