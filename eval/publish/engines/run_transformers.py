@@ -46,10 +46,15 @@ def decode(model: Any, prompt: Any, request: dict[str, Any], use: dict[str, Any]
     stop, budget, steps = request["stop_ids"], request["new_tokens"], Steps()
     ids, size, first = prompt.to(model.device), prompt.shape[1], []
     greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+
+    def generate(count: int, **more: Any) -> Any:
+        mask = torch.ones_like(ids)  # by default, tokens of the padding's id are not attended to
+        return model.generate(ids, attention_mask=mask, max_new_tokens=count, **greedy, **more)
+
     if "assistant_model" in use:  # it would draft before the target's first token
-        ids, first, budget = model.generate(ids, max_new_tokens=1, **greedy), [1], budget - 1
+        ids, first, budget = generate(1), [1], budget - 1
     if budget and not (first and int(ids[0, -1]) in stop):
-        ids = model.generate(ids, max_new_tokens=budget, streamer=steps, **greedy, **use)
+        ids = generate(budget, streamer=steps, **use)
     return {"ids": ids[0, size:].tolist(), "steps": first + steps.steps[1:]}
 
 
