@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -45,7 +46,8 @@ def use_cache_if_unreachable() -> None:
     (_reached if answers else _missed).add(endpoint)
     if answers == constants.HF_HUB_OFFLINE:
         os.environ["HF_HUB_OFFLINE"] = "0" if answers else "1"
-        for settings in (constants, getattr(sys.modules.get("datasets"), "config", constants)):
+        library: Any = sys.modules.get("datasets")  # which has read the variable
+        for settings in (constants, getattr(library, "config", constants)):
             settings.HF_HUB_OFFLINE = not answers
 
 

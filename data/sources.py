@@ -16,6 +16,7 @@ from typing import Any
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import sha256_of
+from outrider.conf.hub import use_cache_if_unreachable
 from outrider.conf.shown_text import mask_address, mask_credentials
 from outrider.data.dataset_registry import CATEGORY_COLUMNS, DATASETS, SUITES, DatasetSpec
 from outrider.data.readers import SUFFIXES, BadRowPolicy, read_records

@@ -88,7 +88,7 @@ def test_exported_modules_can_initialise_a_drafter(target: Target, tmp_path: Pat
     found = mtp_layouts.read_modules(
         outside.publish_as(drafter, target, tmp_path / "f", "deepseek"), target.num_layers
     )
-    for k, module in enumerate(found.modules):
+    for k, module in enumerate(found):
         for key, value in module.items():
             assert torch.equal(value, drafter.state_dict()[f"stages.{k}.{key}"])
 
