@@ -4,6 +4,7 @@ A configuration is complete before a model is loaded: `fill_automatic` puts the 
 embedded target in, and `models/adapt.py` replaces them as soon as the target is known.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,24 @@ TREE_DEPTH = 4  # of the other policies
 def automatic_depth(policy: str) -> int:
     """Return the depth of a policy's drafts if the drafter's is at least as large."""
     return DEPTHS.get(policy, TREE_DEPTH)
+
+
+def adjust(settings: Any, name: str, value: Any) -> bool:
+    """Set a setting of a frozen dataclass to a value that agrees with the others.
+
+    Called by `__post_init__` of a drafter's settings, whose `adjusted` lists what was set.
+
+    Returns:
+        False if the setting is given: it differs from its default, and stays.
+    """
+    (default,) = (field.default for field in dataclasses.fields(settings) if field.name == name)
+    if getattr(settings, name) != default:
+        return False
+    if value != default:
+        object.__setattr__(settings, name, value)
+        shown = f"{name}={'null' if value is None else value}"
+        object.__setattr__(settings, "adjusted", (*settings.adjusted, shown))
+    return True
 
 
 def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -222,7 +222,19 @@ def default_values(root: str) -> Mapping[str, Any]:
 
     The file data/tiny.yaml -> {"data.name": "tiny", ...}.
     """
-    return MappingProxyType(dict(flatten(to_container(compose([], root), resolve=False))))
+    values, group = _file_values(root), root.rpartition("/")[0]
+    if not group or "defaults" in values:
+        values = to_container(compose([], root), resolve=False)
+    else:  # composing takes ten times as long, and would change nothing
+        values = {group: values}
+    return MappingProxyType(dict(flatten(values)))
+
+
+@functools.cache
+def _file_values(root: str) -> dict[str, Any]:
+    node = OmegaConf.load(CONF / f"{root}.yaml")
+    assert isinstance(node, DictConfig), "a file of conf/ is a mapping"
+    return to_container(node, resolve=False)
 
 
 @functools.cache
@@ -243,8 +255,7 @@ def check_choice(group: str, values: Mapping[str, Any]) -> None:
     unknown key, and a value of another kind where the default is a number or true or false.
     """
     if values.get("name") in choices(group):
-        defaults = to_container(compose([], f"{group}/{values['name']}"), resolve=False)[group]
-        _check_kinds(values, defaults, group)
+        _check_kinds(values, _file_values(f"{group}/{values['name']}"), group)
 
 
 def _check_kinds(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> None:

@@ -46,8 +46,8 @@ def use_cache_if_unreachable() -> None:
     (_reached if answers else _missed).add(endpoint)
     if answers == constants.HF_HUB_OFFLINE:
         os.environ["HF_HUB_OFFLINE"] = "0" if answers else "1"
-        readers: tuple[Any, ...] = (constants, getattr(sys.modules.get("datasets"), "config", None))
-        for settings in filter(None, readers):
+        library: Any = sys.modules.get("datasets")  # which has read the variable
+        for settings in (constants, getattr(library, "config", constants)):
             settings.HF_HUB_OFFLINE = not answers
 
 

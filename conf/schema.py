@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 
+from outrider.conf.automatic import adjust
 from outrider.conf.fields import check_interval, option
 from outrider.conf.shown_text import mask_values
 from outrider.conf.template_args import parse_template_args
@@ -162,25 +163,12 @@ class DrafterSettings:
     depths: int = option(4, "", DEPTHS)  # of training; held-out text is measured at all of them
     draft_vocab_size: int | None = option(None, "", COUNT)  # most frequent answer tokens; None: all
     confidence: ClassVar[float | Literal["adaptive"]] = 0.0  # of chains: null in decode.confidence
-    adjusted: ClassVar[tuple[str, ...]] = ()  # settings that `adjust` has changed: "depths=3"
+    adjusted: ClassVar[tuple[str, ...]] = ()  # changed by `automatic.adjust`: "depths=3"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             within = field.metadata.get("within", "")
             check_interval(within, getattr(self, field.name), f"drafter.{field.name}")
-
-    def adjust(self, name: str, value: Any) -> bool:
-        """Set a setting to a value that agrees with the others; return False if it is given.
-
-        A setting is given if it differs from its default. Called by `__post_init__` only.
-        """
-        (default,) = (field.default for field in dataclasses.fields(self) if field.name == name)
-        if getattr(self, name) != default:
-            return False
-        object.__setattr__(self, name, value)
-        shown = "null" if value is None else value
-        object.__setattr__(self, "adjusted", (*self.adjusted, f"{name}={shown}"))
-        return True
 
     @property
     def max_depth(self) -> int:
@@ -204,9 +192,8 @@ class DrafterConfig(DrafterSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_choice("normalise", "rows", "tokens")
-        listed = self.depth_weights.count("/") + 1
-        if 1 < listed <= 1024 and listed != self.depths:
-            self.adjust("depths", listed)
+        if "/" in self.depth_weights:
+            adjust(self, "depths", min(self.depth_weights.count("/") + 1, 1024))
 
     def check_run(self, launch: "LaunchConfig", target: TargetConfig) -> None:
         """Raise ConfigError if the drafter cannot be trained under this launch or target."""
@@ -388,13 +375,6 @@ class DecodeConfig:
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
         changed = any(penalties) or bool(self.banned)
         return self.temperature in (0, 1) and not warped and not changed
-
-    @property
-    def rule_parameters(self) -> dict[str, float]:
-        """Parameters of the verification rule."""
-        if self.verify == "lossy_typical":
-            return {"epsilon": self.epsilon, "delta": self.delta}
-        return {"factor": self.lenience} if self.verify == "lossy_lenience" else {}
 
 
 @dataclasses.dataclass(frozen=True)

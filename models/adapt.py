@@ -6,7 +6,7 @@
     decode.depth     3 for a chain, 8 for opt_tree, else 4, and not more than the drafter can;
                      drafter.depths for a drafter without weights
     drafter.*        a setting with its default, where it would contradict one that is given
-                     (`DrafterSettings.adjust`)
+                     (`automatic.adjust`)
     decode.confidence  of a chain: 0; adaptive for a drafter whose draft tokens run through most of
                      the target
 

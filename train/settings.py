@@ -23,7 +23,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
 from outrider.conf.hub import require_folder_or_id
 from outrider.conf.json_shapes import read_object, token
-from outrider.conf.schema import GROUPS, Config, UntrainedConfig, to_dict
+from outrider.conf.schema import GROUPS, Config, DrafterSettings, UntrainedConfig, to_dict
 from outrider.conf.searched import SearchedConfig
 from outrider.conf.short_forms import is_path
 
@@ -56,7 +56,11 @@ def parse(node: DictConfig, *, to_train: bool = True, searched: bool = False) ->
     if to_train and is_untrained(name) and not (searched and is_searched(name)):
         raise _nothing_to_train(name)
     schema = drafter_schema(values["drafter"])
+<<<<<<< HEAD
     drafter: Any = from_dict(schema, values["drafter"], "drafter")
+=======
+    drafter: DrafterSettings = from_dict(schema, values["drafter"], "drafter")
+>>>>>>> settings
     config = Config(**groups, drafter=drafter, automatic=automatic)
     from outrider.train.checks import CHECKS
 

@@ -112,7 +112,13 @@ def rule_of(decode: DecodeConfig, policy: Policy) -> BoundRule:
     name = decode.verify
     if name == "auto" or decode.temperature == 0:
         return bind_rule(default_rule(policy.draft, not policy.branches), policy.draft)
-    return bind_rule(name, policy.draft, **decode.rule_parameters)
+    return bind_rule(name, policy.draft, **_rule_parameters(decode))
+
+
+def _rule_parameters(decode: DecodeConfig) -> dict[str, float]:
+    if decode.verify == "lossy_typical":
+        return {"epsilon": decode.epsilon, "delta": decode.delta}
+    return {"factor": decode.lenience} if decode.verify == "lossy_lenience" else {}
 
 
 def check_decode(decode: DecodeConfig) -> None:
@@ -143,7 +149,7 @@ def check_decode(decode: DecodeConfig) -> None:
     if decode.verify == "auto":
         return
     try:
-        rule = bind_rule(decode.verify, decode.draft_kind, **decode.rule_parameters)
+        rule = bind_rule(decode.verify, decode.draft_kind, **_rule_parameters(decode))
     except ValueError as error:
         why = f"{str(error)[0].upper()}{str(error)[1:]}."
         raise refuse("verify", why, "Use another rule, or decode.verify=auto.") from None

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.conf.automatic import adjust
 from outrider.conf.fields import option
 from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
 from outrider.models.drafting import closed_form_init
@@ -86,7 +87,7 @@ class Config(DrafterConfig):
         self.require_choice("residual", "raw", "normed")
         self.require_choice("init", "linear", "random")
         if self.residual == "normed" and self.init == "linear":
-            self.adjust("init", "random")  # the regression assumes the un-normed state
+            adjust(self, "init", "random")  # the regression assumes the un-normed state
         self.require_choice("attention", "fast", "reference")
 
 

@@ -18,6 +18,7 @@ answer are those of its tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import COUNT0, UntrainedConfig
@@ -53,8 +54,8 @@ class Config(UntrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.depths < self.n or self.adjust("depths", self.n - 1)
-        if not (fits or self.adjust("n", self.depths + 1)):
+        fits = self.depths < self.n or adjust(self, "depths", self.n - 1)
+        if not (fits or adjust(self, "n", self.depths + 1)):
             raise ValueError(
                 f"depths = {self.depths}: an n-gram of n = {self.n} tokens drafts n - 1 at most"
             )

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
@@ -56,7 +57,7 @@ class Config(DrafterConfig):
         if self.depths * self.res_layers > 1024:
             raise ValueError(f"res_layers = {self.res_layers}: depths * res_layers exceeds 1024")
         reduced = self.draft_vocab_size is not None
-        if self.adapter_rank and reduced and not self.adjust("draft_vocab_size", None):
+        if self.adapter_rank and reduced and not adjust(self, "draft_vocab_size", None):
             why = "adapters change the probability of every token, and the loss that keeps the "
             why += "target covers the draft vocabulary only, so use null with adapter_rank"
             raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: {why}")

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.conf.quantities import format_count
@@ -60,7 +61,7 @@ class Config(DrafterConfig):
         self.require_choice("init", "linear", "random", "target")
         self.require_choice("attention", "fast", "reference")
         if self.warm_start is not None and self.init != "target":
-            self.adjust("init", "target")
+            adjust(self, "init", "target")
         if (self.init == "target") != (self.warm_start is not None):
             why = "set it to the target's folder if init=target, and to null otherwise"
             raise ValueError(f"warm_start = {self.warm_start}: {why}")

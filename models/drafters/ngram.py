@@ -12,6 +12,7 @@ drafted as it is; where nothing is found nothing is drafted.
 
 from dataclasses import dataclass
 
+from outrider.conf.automatic import adjust
 from outrider.conf.fields import option
 from outrider.conf.schema import UntrainedConfig
 from outrider.models.drafting.lookup import Draft, LookupDrafter, TextIndex
@@ -28,7 +29,7 @@ class Config(UntrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.least > self.n and not self.adjust("n", self.least):
+        if self.least > self.n and not adjust(self, "n", self.least):
             raise ValueError(f"least = {self.least}: it is at most n = {self.n}")
 
 

@@ -34,6 +34,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.schema import TOKENS, UntrainedConfig
@@ -84,8 +85,13 @@ class Config(UntrainedConfig):
     def _leaves_rows(self, name: str) -> bool:
         """Return whether the budget exceeds `sinks` or `window`, if need be after an adjustment."""
         kept = getattr(self, name)
+<<<<<<< HEAD
         if self.budget <= kept and not self.adjust(name, max(self.budget // 2, name == "window")):
             return self.budget + kept <= MOST_TOKENS and self.adjust("budget", self.budget + kept)
+=======
+        if self.budget <= kept and not adjust(self, name, max(self.budget // 2, name == "window")):
+            return self.budget + kept <= MOST_TOKENS and adjust(self, "budget", self.budget + kept)
+>>>>>>> settings
         return bool(self.budget > getattr(self, name))
 
 
