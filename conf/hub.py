@@ -46,8 +46,9 @@ def use_cache_if_unreachable() -> None:
     (_reached if answers else _missed).add(endpoint)
     if answers == constants.HF_HUB_OFFLINE:
         os.environ["HF_HUB_OFFLINE"] = "0" if answers else "1"
-        library: Any = sys.modules.get("datasets")  # which has read the variable
-        for settings in (constants, getattr(library, "config", constants)):
+        library: Any = getattr(sys.modules.get("datasets"), "config", None)  # has read the variable
+        readers: tuple[Any, ...] = (constants, library)
+        for settings in filter(None, readers):
             settings.HF_HUB_OFFLINE = not answers
 
 

@@ -56,11 +56,7 @@ def parse(node: DictConfig, *, to_train: bool = True, searched: bool = False) ->
     if to_train and is_untrained(name) and not (searched and is_searched(name)):
         raise _nothing_to_train(name)
     schema = drafter_schema(values["drafter"])
-<<<<<<< HEAD
-    drafter: Any = from_dict(schema, values["drafter"], "drafter")
-=======
     drafter: DrafterSettings = from_dict(schema, values["drafter"], "drafter")
->>>>>>> settings
     config = Config(**groups, drafter=drafter, automatic=automatic)
     from outrider.train.checks import CHECKS
 

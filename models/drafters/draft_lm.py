@@ -61,8 +61,8 @@ from outrider.models.drafting.self_feeding import gather_parents
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, Guess, ModelShape, Trace, shifted_guesses
 from outrider.models.target import target_check
+from outrider.models.target.model_shape import config_shape
 from outrider.models.target.target import Target
-from outrider.models.target.target.model_shape import config_shape
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,8 @@ class Config(UntrainedConfig):
     def _leaves_rows(self, name: str) -> bool:
         """Return whether the budget exceeds `sinks` or `window`, if need be after an adjustment."""
         kept = getattr(self, name)
-<<<<<<< HEAD
-        if self.budget <= kept and not self.adjust(name, max(self.budget // 2, name == "window")):
-            return self.budget + kept <= MOST_TOKENS and self.adjust("budget", self.budget + kept)
-=======
         if self.budget <= kept and not adjust(self, name, max(self.budget // 2, name == "window")):
             return self.budget + kept <= MOST_TOKENS and adjust(self, "budget", self.budget + kept)
->>>>>>> settings
         return bool(self.budget > getattr(self, name))
 
 

@@ -25,6 +25,7 @@ from outrider.conf.template_args import parse_template_args
 from outrider.models.interface import ModelShape
 from outrider.models.target import hf_folder, target_check
 from outrider.models.target.chat_template import set_template_args, template_hash
+from outrider.models.target.model_shape import config_shape
 from outrider.models.target.placement import (
     TensorParallelTarget,
     check_devices,
@@ -34,7 +35,6 @@ from outrider.models.target.placement import (
     shard_layers,
 )
 from outrider.models.target.target import Target
-from outrider.models.target.target.model_shape import config_shape
 
 TINY = Path(__file__).parent.parent / "tiny"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -28,8 +28,8 @@ from outrider.models.small_matmul import linear
 from outrider.models.target.fast_llama import FastLlama, supports
 from outrider.models.target.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.target.lora import has_adapters
+from outrider.models.target.model_shape import shape_of
 from outrider.models.target.query_scales import scale_queries
-from outrider.models.target.target.model_shape import shape_of
 
 MASK_ELEMENTS = 2**26  # of one attention mask: 256 MB in float32
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
