@@ -46,7 +46,6 @@ def fuzz(
         thorough = settings.get_current_profile_name() == "thorough"
         chosen = settings(
             max_examples=round(share * (2000 if thorough else 40)),
-            deadline=None,
             derandomize=True,  # the same examples on every machine
             suppress_health_check=list(HealthCheck),
         )

@@ -30,7 +30,7 @@ def token_rows(batches: list[Batch]) -> list[list[int]]:
 
 
 @given(count=sizes, batch=sizes, seed=st.integers(0, 2**40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_row_is_seen_once_per_epoch(count: int, batch: int, seed: int) -> None:
     """`count` steps are `batch` epochs; the stream consists of whole permutations."""
     batches = Batches(rows(count), batch, seed)
@@ -67,7 +67,7 @@ def test_changing_the_returned_indices_does_not_change_the_order() -> None:
 
 
 @given(world=st.integers(1, 4), accumulation=st.integers(1, 4), size=st.integers(1, 3), count=sizes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_micro_batches_equal_those_of_one_rank_with_accumulation(
     world: int, accumulation: int, size: int, count: int
 ) -> None:

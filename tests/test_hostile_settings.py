@@ -80,7 +80,7 @@ anything = st.recursive(
 
 
 @given(which=st.sampled_from(KEYS), value=anything)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_values(which: tuple[str, str], value: Any) -> None:
     check(SCHEMAS[which[0]], which[1], value)
 

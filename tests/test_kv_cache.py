@@ -68,7 +68,7 @@ class Plain:
                     assert torch.equal(actual, named([rows], layer, kind, sizes[kind]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_slots_equal_plain_lists(data: st.DataObject) -> None:
     """Forwards on any slots, paths kept, slots moved, cropped and widened, in any order."""

@@ -94,7 +94,7 @@ def reference(name: str, number: float, row: int, rows: LossInputs) -> Any:
 
 
 @each_term
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**16), size=st.integers(2, 12), mass=st.floats(0.3, 1.0))
 def test_value_and_gradient_match_reference(name: str, seed: int, size: int, mass: float) -> None:
     """Gradients by logits and states; `p_full` is a share of the teacher, which sums to 1."""
@@ -189,7 +189,7 @@ def test_terms_mask_rows_outside_draft_vocabulary() -> None:
 # ---- soft cross-entropy --------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**16),
     rows=st.integers(1, 5),

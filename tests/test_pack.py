@@ -29,7 +29,7 @@ def test_the_worked_example_of_the_docstring() -> None:
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_document_is_packed_once_whole_and_in_order(sizes: list[int]) -> None:
     documents = [document(size, first=100 * n) for n, size in enumerate(sizes, 1)]
     rows = pack(documents, 12)
@@ -47,7 +47,7 @@ def test_every_document_is_packed_once_whole_and_in_order(sizes: list[int]) -> N
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_two_rows_fit_into_one(sizes: list[int]) -> None:
     """Best fit opens a row only when nothing fits, so two rows together overflow one."""
     rows = pack([document(size) for size in sizes], 12)

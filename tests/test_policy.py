@@ -101,7 +101,7 @@ def expected(scores: dict[Text, float], nodes: dict[Text, int], budget: int) -> 
     return float(chances.sort(descending=True).values[:budget].sum())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**16),
     scale=st.sampled_from([0.3, 1.0, 4.0]),

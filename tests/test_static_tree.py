@@ -80,7 +80,7 @@ def shapes(draw: st.DrawFn) -> Paths:
     return parse({tip[:depth] for tip in tips for depth in range(1, len(tip) + 1)})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=shapes(), seed=st.integers(0, 99), room=st.integers(1, 5), size=st.integers(2, 8))
 def test_every_node_is_the_token_of_its_ranks(
     shape: Paths, seed: int, room: int, size: int

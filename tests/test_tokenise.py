@@ -281,7 +281,7 @@ TURNS = st.lists(CONTENT, min_size=2, max_size=8).map(lambda turns: turns[: len(
 @pytest.mark.parametrize("tokenizer", [character_tokenizer, byte_tokenizer, trimmed_byte_tokenizer])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @given(turns=TURNS, system=st.none() | CONTENT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_supervised_text_is_exactly_the_answers(
     tokenizer: Any, template: str, turns: list[str], system: str | None
 ) -> None:
@@ -295,7 +295,7 @@ def test_the_supervised_text_is_exactly_the_answers(
 
 @pytest.mark.parametrize("tokenizer", [character_tokenizer, byte_tokenizer, trimmed_byte_tokenizer])
 @given(turns=TURNS, thought=CONTENT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_supervised_text_is_what_a_rewriting_template_leaves_of_the_answers(
     tokenizer: Any, turns: list[str], thought: str
 ) -> None:
@@ -309,7 +309,7 @@ def test_the_supervised_text_is_what_a_rewriting_template_leaves_of_the_answers(
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), None])
 @given(turns=TURNS, system=st.none() | CONTENT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_training_and_decoding_have_equal_prompt_tokens(
     template: str | None, turns: list[str], system: str | None
 ) -> None:

@@ -165,7 +165,7 @@ def conversation(draw: Any, name: str) -> tuple[list[str], str | None]:
 
 @families
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=60, print_blob=True)
 def test_the_supervised_tokens_decode_to_exactly_the_answers(name: str, data: Any) -> None:
     turns, system = data.draw(conversation(name))
     check(name, turns, system)

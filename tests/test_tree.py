@@ -93,7 +93,7 @@ def test_a_lone_root_is_a_tree() -> None:
     assert (root.size, root.levels) == (1, 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batch=random_batches())
 def test_ancestor_mask_is_the_path_from_the_root(batch: list[list[int]]) -> None:
     tree = checked(trees_of(*batch))
@@ -165,7 +165,7 @@ def path_scores(tree: Tree, steps: list[float]) -> Tensor:
     return (tree.ancestor_mask[0] * torch.tensor(steps[: tree.size])).sum(-1)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     parents=st.integers(1, 12).flatmap(random_parents).map(level_by_level),
     steps=st.lists(st.sampled_from([0.0, -1.0]), min_size=12, max_size=12),

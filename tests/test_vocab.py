@@ -46,7 +46,7 @@ def test_the_maps_have_the_layout_that_engines_read() -> None:
     assert sorted(vocab.state_dict()) == ["d2t", "t2d"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.data())
 def test_the_maps_are_inverse_to_each_other(counts: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, len(counts)))
