@@ -46,10 +46,11 @@ def use_cache_if_unreachable() -> None:
     (_reached if answers else _missed).add(endpoint)
     if answers == constants.HF_HUB_OFFLINE:
         os.environ["HF_HUB_OFFLINE"] = "0" if answers else "1"
-        library: Any = getattr(sys.modules.get("datasets"), "config", None)  # has read the variable
-        readers: tuple[Any, ...] = (constants, library)
-        for settings in filter(None, readers):
-            settings.HF_HUB_OFFLINE = not answers
+        readers: list[Any] = [constants]
+        if "datasets" in sys.modules:  # it has read the variable
+            readers.append(sys.modules["datasets"].config)
+        for reader in readers:
+            reader.HF_HUB_OFFLINE = not answers
 
 
 def _answers(endpoint: str) -> bool:

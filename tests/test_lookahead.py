@@ -361,7 +361,8 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], key: str) -> 
 
 
 def test_a_window_wider_than_the_context_is_refused() -> None:
-    build(tiny.target(), Lookahead, window=125)
+    shape = tiny.target().shape()
+    Lookahead.check_settings(Config(window=125), shape)
     with pytest.raises(ConfigError, match="exceeds the target's 128") as error:
-        build(tiny.target(), Lookahead, window=126)
+        Lookahead.check_settings(Config(window=126), shape)
     assert error.value.key == "drafter.window"
