@@ -249,6 +249,9 @@ class TrainConfig:
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW: decay of both moments", "[0, 1)")
     weight_decay: float = option(0.0, "weight decay, on matrices only; decoupled", "[0, 1]")
     clip: float = option(1.0, "gradient clipping: largest norm", "(0, inf)")
+    ema: float | None = option(
+        None, "decay of a moving average of the weights, as 0.99; null: none", "(0, 1)"
+    )
     gradient_checkpointing: bool = option(
         False, "recompute activations in the backward pass: less memory, more time"
     )
@@ -257,6 +260,9 @@ class TrainConfig:
         None, "bad: a loss above this multiple of the last 64's median; null: only NaN", "(1, inf)"
     )
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
+    patience: int | None = option(
+        None, "evaluations without a better acceptance that end the run; null: no limit", COUNT
+    )
     own_prompts: int = option(
         16,
         "held-out prompts that the target answers before training: acceptance on its answers "

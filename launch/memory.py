@@ -8,7 +8,8 @@ sums below. w is the size of a number in bytes, n the number of ranks.
     target      replicated: w x all; sharded: w x (ends + layers / n + two layers, one of them
                 prefetched); tensor: w x (ends + (ends + layers) / n); apart: w x ends; int8, nf4:
                 linear layers at 1 and 0.5625 bytes. ends: embedding and head
-    drafter     weights, gradients, masters and states of the optimizer: `training_state_bytes`
+    drafter     weights, gradients, masters and states of the optimizer: `training_state_bytes`;
+                with train.ema, the averages
     unroll      activations: rows of a rank x `Drafter.activation_count`, or with gradient
                 checkpointing one depth of it and the states between depths
     logits      logits of a chunk, the target's and the drafter's, and their gradients
@@ -159,7 +160,8 @@ def memory_by_part(
         "target": sizes.bytes_per_rank(place, ranks, config.target.quantise),
         "drafter": training_state_bytes(
             launch, ranks, _count(drafter.parameters()), state_numbers(drafter, train)
-        ),
+        )
+        + (4 * _count(drafter.parameters()) if train.ema else 0),
         "unroll": number * rows * supervised * activations,
         "logits": 4.0 * 4 * logits,
         "features": rows * shape.hidden * features,

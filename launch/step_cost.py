@@ -49,4 +49,5 @@ def checkpoint_bytes(train: TrainConfig, size: int, states: int) -> float:
         size: trained parameters.
         states: float32 numbers of the optimizer.
     """
-    return float((train.keep_last + 1) * 4 * (size + states) + 3 * 4 * size)
+    stored = (2 if train.ema else 1) * size + states
+    return float((train.keep_last + 1) * 4 * stored + 3 * 4 * size)

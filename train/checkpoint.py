@@ -32,12 +32,14 @@ from outrider.conf.files import (
     write_json,
     write_tensors,
 )
+from outrider.train.weight_average import WeightAverage
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
 STEP = re.compile(r"step-([0-9]{8,10})")
 VERSION = 2  # of state.json, in its hashed part; version 1 had neither the field nor a hash
 DAMAGED = re.compile("^damaged-([0-9]+-)?")  # of `quarantine`
 LARGEST = 1e300  # of a number in state.json
+NOT_STATES = ("buffer", "parameter", "average")  # tensors that are no states of the optimizer
 PARTIAL = re.compile(r"\.step-[0-9]{8,10}\.([0-9]+|gone)")  # of `save` and `remove_folder`
 
 
@@ -53,6 +55,8 @@ class Progress:
     skipped: int = 0  # bad steps
     recent: list[float] = field(default_factory=list)  # losses of the last other steps
     phases: dict[str, float] = field(default_factory=dict)  # seconds by activity
+    stale: int = 0  # evaluations since the best one, for train.patience
+    ended: bool = False  # a callback asked for the end
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -135,6 +139,7 @@ def read_state(folder: Path) -> tuple[Progress, str]:
         numbers = [*progress.recent, *progress.phases.values()]
         right = all(_is_like(x, 0.0) for x in numbers) and progress.step == step_of(folder)
         right &= 0 <= progress.skipped <= progress.step >= progress.best_step >= 0
+        right &= progress.stale >= 0
     if not right:
         raise CorruptFile(f"{file} is damaged: progress is not that of this step.", FIX)
     return progress, sha256
@@ -157,7 +162,7 @@ def _state_hash(values: Any, sha256: Any) -> str:
 
 
 def load_newest(
-    checkpoints: list[Path], model: nn.Module, optimizer: Any
+    checkpoints: list[Path], model: nn.Module, optimizer: Any, average: WeightAverage | None = None
 ) -> tuple[Progress, list[CorruptFile]]:
     """Load the newest of the checkpoints (oldest first, at least one) that is not damaged.
 
@@ -178,6 +183,8 @@ def load_newest(
             continue
         try:
             restore_state(model, optimizer, tensors, progress.step - progress.skipped)
+            if average is not None:
+                average.load({name: tensors[f"average.{name}"] for name in average.tensors})
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
         return progress, errors
@@ -203,8 +210,12 @@ def quarantine(folder: Path) -> Path:
     return folder.rename(place)
 
 
-def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
+def collect_state(
+    model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None
+) -> dict[str, Tensor]:
     """Return copies of fp32 parameters, their states (if an optimizer) and buffers, by name.
+
+    With an average, also of the averages.
 
     A state `exp_avg` of the parameter `fc.weight` is `exp_avg.fc.weight`. The number of steps is
     not one of them: `restore_state` is given it.
@@ -217,7 +228,8 @@ def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
             value = _state(optimizer, parameter, kind)
             if value is not None:
                 out[f"{kind}.{name}"] = value.to("cpu", copy=True)
-    return out
+    averages = average.tensors if average is not None else {}
+    return out | {f"average.{n}": value.to("cpu", copy=True) for n, value in averages.items()}
 
 
 def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
@@ -229,7 +241,7 @@ def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], 
     states = dict[str, dict[str, Tensor]]()  # by parameter and kind
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
-        if kind not in ("buffer", "parameter"):
+        if kind not in NOT_STATES:
             states.setdefault(name, {})[kind] = value
     for name, buffer in model.named_buffers():
         buffer.copy_(tensors[f"buffer.{name}"])

@@ -53,12 +53,25 @@ def check_length(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """Check the optimizer and the schedule of its learning rate."""
+    """Check the optimizer, the schedule, the average of the weights and the patience."""
     train = config.train
     check_optimizer(train, config.launch)
     if train.schedule not in SCHEDULES:
         why, fix = "There is no schedule of this name.", f"Use one of: {', '.join(SCHEDULES)}."
         raise ConfigError("train.schedule", train.schedule, why, fix)
+    if train.ema is not None and config.launch.name == "zero3":
+        why = "Under launch=zero3 no rank holds whole weights, which a moving average needs."
+        raise ConfigError("train.ema", train.ema, why, "Use launch=zero2, or train.ema=null.")
+    if not train.patience or train.max_steps is None:
+        return
+    evaluations = (train.max_steps - 1) // train.eval_every  # after the first, before the end
+    if evaluations < train.patience:
+        why = f"It cannot end the run: between the first and the last of {train.max_steps} steps "
+        why += f"there are {format_count(evaluations, 'evaluation')} (train.eval_every="
+        why += f"{train.eval_every})."
+        most = (train.max_steps - 1) // train.patience
+        fix = f"Use train.eval_every={most} or less." if most else "Train for more steps."
+        raise ConfigError("train.patience", train.patience, why, fix)
 
 
 def check_place(config: Config) -> None:

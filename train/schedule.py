@@ -24,6 +24,12 @@ def fraction_done(train: TrainConfig, progress: Progress) -> float:
     return max(steps, minutes)
 
 
+def is_over(train: TrainConfig, progress: Progress) -> bool:
+    """Return whether a limit of steps or minutes, `train.patience` or a callback ends the run."""
+    impatient = train.patience is not None and progress.stale >= train.patience
+    return progress.ended or impatient or fraction_done(train, progress) >= 1
+
+
 def seconds_left(train: TrainConfig, progress: Progress) -> float:
     """Return the training time until the end at the pace so far; a step must have been taken."""
     limits = list[float]()
