@@ -16,8 +16,8 @@ from outrider.data.training_data import TrainingData
 from outrider.launch.memory import training_state_bytes
 from outrider.models.load import LoadedTarget
 from outrider.train import loop
-from outrider.train.optimizer import OPTIMIZERS, MuonAndAdamW, state_numbers
-from outrider.train.schedule import learning_rate
+from outrider.train.optimizer import OPTIMIZERS, MuonAndAdamW, OptimizerKind, state_numbers
+from outrider.train.schedule import SCHEDULES, learning_rate
 from outrider.train.settings import parse
 from outrider.train.trainer import Trainer
 from tests.runs import QUIET, config
@@ -91,6 +91,20 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(
     assert {group["lr_factor"] for group in groups if group["matrix"]} == {2.0}
     assert {group["lr_factor"] for group in groups if not group["matrix"]} == {1.0}
     assert all(g["weight_decay"] == 0.1 * (g["params"][0].ndim > 1) for g in groups)
+
+
+def test_an_optimizer_of_ones_own_is_chosen_by_its_name(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs no file of conf/; a schedule is registered likewise."""
+    kind = OptimizerKind(lambda groups, train, _: torch.optim.RMSprop(groups, lr=train.lr))
+    monkeypatch.setitem(OPTIMIZERS, "rmsprop", kind)
+    monkeypatch.setitem(SCHEDULES, "half", lambda left, train: 0.5)
+    words = "train.optimizer=rmsprop", "train.schedule=half", "train.warmup=0", "train.max_steps=4"
+    assert loop.fit(config(tmp_path, *words), loaded, made, QUIET)
+    saved = load_file(tmp_path / "checkpoints" / "step-00000004" / "state.safetensors")
+    assert {key.partition(".")[0] for key in saved} == {"buffer", "parameter", "square_avg"}
+    assert learning_rate(config(tmp_path, *words).train, 0.3) == 0.5e-3
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256)])

@@ -15,13 +15,13 @@ from torch.nn.utils import get_total_norm
 from outrider.conf.errors import RunError
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
-from outrider.data.trace_source import TargetTraces
 from outrider.data.training_data import TrainingData
 from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.load import LoadedTarget
 from outrider.train import best_drafter, own_text
 from outrider.train.bad_steps import save_batch
 from outrider.train.callbacks import Callback, Callbacks
+from outrider.train.evaluation import evaluate
 from outrider.train.manifest import write_manifest
 from outrider.train.metric_sums import MetricSums
 from outrider.train.metrics_log import MetricsLog
@@ -125,7 +125,7 @@ def _run_steps(
         evaluated = resumed and step == first_step
         if (over or step % train.eval_every == 0) and not evaluated:
             with run.progress.phase("held out"):
-                is_far = _evaluate(run, log, called)
+                is_far = evaluate(run, log, called)
             over = is_over(train, run.progress)
             if called.given:
                 stop |= _sync_stop_and_clock(run, called.error is not None)
@@ -276,55 +276,4 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
         fraction_done(run.config.train, progress),
         f"step {progress.step}  loss {metrics['loss@1']:.3f}  agree {metrics['agree@1']:.1%}  "
         f"accept {metrics['accept_length']:.2f}  best {progress.best:.2f}  {speed:.0f} tokens/s",
-    )
-
-
-def _evaluate(run: Trainer, log: MetricsLog, called: Callbacks) -> bool:
-    """Measure held-out text and the target's own answers; keep the drafter if it is the best.
-
-    Returns whether far more draft tokens are accepted on the held-out text.
-    """
-    held, own = _measure(run, log)
-    best = best_drafter.save_if_best(run, held, own)
-    _print_evaluation(run, log, "held out", held, own, best)
-    if not held["loss@1"] < float("inf"):
-        raise RunError("The held-out loss is not finite.", "Lower train.lr and start again.")
-    if run.average is not None and run.progress.step:
-        with run.average.applied():
-            averaged = _measure(run, log, "_ema")
-        better = best_drafter.save_if_best(run, *averaged, averaged=True)
-        _print_evaluation(run, log, "averaged weights", *averaged, better)
-        best |= better
-    run.progress.stale = 0 if best else run.progress.stale + 1
-    if run.progress.stale == run.config.train.patience:
-        log.print(f"no better acceptance in {format_count(run.progress.stale, 'evaluation')}: ends")
-    if called.given:
-        asked = called.call("on_evaluate", run, held, own)
-        run.progress.ended = bool(run.reduce(torch.tensor(float(asked))) > 0)
-    return bool(own) and own_text.is_far(held, own)
-
-
-def _measure(
-    run: Trainer, log: MetricsLog, suffix: str = ""
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return and log the metrics of the held-out text, and of the target's own answers, if any."""
-    held, own = run.evaluate(run.data.held, run.sources.held), dict[str, float]()
-    log.log(run.progress.step, f"held{suffix}", held)
-    if run.own_text is not None:
-        own = run.evaluate(run.own_text, TargetTraces(run.target))
-        log.log(run.progress.step, f"own{suffix}", own)
-    return held, own
-
-
-def _print_evaluation(
-    run: Trainer, log: MetricsLog, what: str, held: dict[str, float], own: dict[str, float],
-    best: bool,
-) -> None:  # fmt: skip
-    conditions = f" with {run.config.drafter.depths} draft tokens"
-    if own:
-        conditions += f", {own['accept_length']:.2f} on the target's own answers"
-    log.print(
-        f"{what}, step {run.progress.step}: loss {held['loss@1']:.3f}, agree {held['agree@1']:.1%},"
-        f" predicted acceptance length {held['accept_length']:.2f}{conditions}"
-        f"{' (best so far)' if best else ''}"
     )
