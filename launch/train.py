@@ -33,6 +33,7 @@ from outrider.train.callbacks import Callback, check_callbacks
 from outrider.train.checks import check_length
 from outrider.train.loop import fit
 from outrider.train.manifest import read_training
+from outrider.train.optimizer import require_torch_class
 from outrider.train.resume import as_it_began, require_same_settings
 from outrider.train.settings import check_files
 from outrider.train.trackers import TrackerThread
@@ -68,6 +69,7 @@ def train(
         return search_sublayers(config)
     distributed.require_matching_launcher(config.launch)
     trackers.require_packages(config)
+    require_torch_class(config.train)
     main = process.rank() == 0
     with folder_lock(Path(config.run.dir)) if main else nullcontext():
         _train(config, main, callbacks)

@@ -14,6 +14,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.schema import TrainConfig
 from outrider.data.training_data import TrainingData
 from outrider.launch.memory import training_state_bytes
+from outrider.launch.train import train
 from outrider.models.load import LoadedTarget
 from outrider.train import loop
 from outrider.train.optimizer import OPTIMIZERS, MuonAndAdamW, OptimizerKind, state_numbers
@@ -178,7 +179,12 @@ def test_unusable_settings_are_refused_before_anything_is_loaded(words: str, mes
         parse(compose(words.split()))
 
 
-def test_an_optimizer_that_torch_lacks_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_torch_lacks_names_the_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before anything is loaded; the configuration of a run from elsewhere can be read."""
     monkeypatch.delattr(torch.optim, "Muon")
+    monkeypatch.delattr("outrider.models.load.load_target")
+    settings = config(tmp_path, "train.optimizer=muon")
     with pytest.raises(ConfigError, match=r"torch.optim.Muon needs torch >= 2.9, and this is"):
-        parse(compose(["train.optimizer=muon"]))
+        train(settings)

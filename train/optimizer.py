@@ -105,20 +105,27 @@ OPTIMIZERS = {
 
 
 def check_optimizer(train: TrainConfig, launch: LaunchConfig) -> None:
-    """Raise a `ConfigError` for an optimizer that does not exist, here or under this launch."""
+    """Raise a `ConfigError` for an optimizer that does not exist, or not under this launch."""
     name = train.optimizer.name
     kind = OPTIMIZERS.get(name)
     if kind is None:
         why, fix = "There is no optimizer of this name.", f"Use one of: {', '.join(OPTIMIZERS)}."
         raise ConfigError("train.optimizer", name, why, fix)
-    needed, version = kind.needs
-    if not hasattr(torch.optim, needed):
-        why = f"torch.optim.{needed} needs torch >= {version}, and this is {torch.__version__}."
-        raise ConfigError("train.optimizer", name, why, "Upgrade torch, or use adamw.")
     if launch.name.startswith("zero") and not kind.elementwise:
         why = f"launch={launch.name} divides flattened parameters over the ranks, and {name} "
         why += "needs whole matrices."
         raise ConfigError("train.optimizer", name, why, "Use launch=ddp, or adamw or sgd.")
+
+
+def require_torch_class(train: TrainConfig) -> None:
+    """Raise a `ConfigError` if this version of torch lacks the optimizer; only training needs it.
+
+    A run that was trained elsewhere can be evaluated.
+    """
+    needed, version = OPTIMIZERS[train.optimizer.name].needs
+    if not hasattr(torch.optim, needed):
+        why = f"torch.optim.{needed} needs torch >= {version}, and this is {torch.__version__}."
+        raise ConfigError("train.optimizer", train.optimizer.name, why, "Upgrade it, or use adamw.")
 
 
 def build_optimizer(
@@ -130,8 +137,10 @@ def build_optimizer(
     Norms and biases have no weight decay.
 
     Raises:
-        ConfigError: DeepSpeed with several groups: it can save the moments of the first only.
+        ConfigError: DeepSpeed with several groups: it can save the moments of the first only; or
+            torch lacks the optimizer.
     """
+    require_torch_class(train)
     kind, groups = OPTIMIZERS[train.optimizer.name], dict[tuple[float, float, bool], list[Any]]()
     factors = drafter.lr_factors()
     for name, parameter, matrix in _trained(drafter):
