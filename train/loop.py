@@ -24,7 +24,7 @@ from outrider.train.callbacks import Callback, Callbacks
 from outrider.train.evaluation import evaluate
 from outrider.train.manifest import write_manifest
 from outrider.train.metric_sums import MetricSums
-from outrider.train.metrics_log import MetricsLog
+from outrider.train.metrics_log import Logger, MetricsLog
 from outrider.train.resume import require_equal_ranks, resume, resume_message
 from outrider.train.schedule import fraction_done, is_over, learning_rate
 from outrider.train.step_data import MicroBatch
@@ -73,7 +73,7 @@ def fit(
     _begin(run, loaded, resumed, console, on_start)
     called = Callbacks(callbacks, run.main)
     called.call("on_start", run)
-    loggers = (*trackers, called)
+    loggers: list[Logger] = [*trackers, called]
     try:
         with stop_signals() as received, MetricsLog(config, console, run.main, loggers) as log:
             log.rewind(run.progress.step if resumed else -1)
