@@ -154,7 +154,7 @@ def test_a_config_file_chooses_an_optimizer(tmp_path: Path) -> None:
         file.write_text(text)
         return parse(compose(read_overrides(str(file)))).train
 
-    assert read("train: {optimizer: sgd}").optimizer.rate == 100
+    assert read("train: {optimizer: sgd}").optimizer.rate == 30
     train = read("train: {optimizer: {name: muon, momentum: 0.9}, lr: 0.01}")
     assert (train.optimizer.name, train.optimizer.momentum, train.lr) == ("muon", 0.9, 0.01)
     saved = OmegaConf.to_yaml(OmegaConf.create({"train": {"optimizer": {"name": "adamw"}}}))
