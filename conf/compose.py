@@ -26,7 +26,7 @@ from yaml import YAMLError
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_plain, convert, from_dict, leaf_fields, unknown_key
-from outrider.conf.short_forms import SHORT_FORMS, config_words, expand
+from outrider.conf.short_forms import OPTIMIZER, SHORT_FORMS, config_words, expand
 
 T = TypeVar("T")
 CONF = Path(__file__).parent
@@ -49,7 +49,7 @@ def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
         ConfigError: unknown key, group or choice, or an override that cannot be read.
     """
     if root == "train":
-        overrides = expand(overrides, {group: choices(group) for group in SHORT_FORMS})
+        overrides = expand(overrides, {one: choices(one) for one in (*SHORT_FORMS, OPTIMIZER)})
     elif root in ("eval", "report"):
         overrides = expand(overrides, {"target": []})
     try:
@@ -245,6 +245,8 @@ def known_keys(root: str = "train") -> tuple[str, ...]:
     for group in groups(root):
         for choice in choices(group) if group != "experiment" else []:
             keys.update(default_values(f"{group}/{choice}"))
+    for choice in choices(OPTIMIZER) if root == "train" else []:
+        keys.update(default_values(f"{OPTIMIZER}/{choice}"))
     return tuple(keys)
 
 
@@ -344,9 +346,12 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
 def _misplaced_key(key: str, values: Mapping[str, str], message: str, root: str) -> ConfigError:
     """Return the error for a key that belongs to another choice or root, or does not exist."""
     group, value = key.partition(".")[0], values[key]
+    if key.startswith("train.optimizer."):
+        group = OPTIMIZER
     files = choices(group) if group != key else []
     owners = [choice for choice in files if key in default_values(f"{group}/{choice}")]
-    if owners and group in groups(root):
+    if owners and group.partition("/")[0] in groups(root):
+        group = group.replace("/", ".")
         fix = f"Add {' or '.join(f'{group}={choice}' for choice in owners)}."
         return ConfigError(key, value, f"The chosen {group} has no such key.", fix)
     known = known_keys(root)

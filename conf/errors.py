@@ -45,6 +45,12 @@ class RunError(RuntimeError):
         self.message, self.fix = message, fix
 
 
+class RunStopped(RunError):
+    """A signal stopped the run, which is saved. The command line has printed it."""
+
+    code = 130
+
+
 class CorruptFile(RunError):
     """Missing, truncated or modified file."""
 
@@ -88,12 +94,12 @@ def exit_on_error(program: str) -> Iterator[None]:
 
     Raises:
         SystemExit: 2 after a ConfigError or RunError, 1 on a full disk or unusable place, 130 after
-            Ctrl-C.
+            Ctrl-C or a stopped run.
     """
     try:
         with panics_as_errors():
             yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RunStopped):
         raise SystemExit(130) from None
     except (ConfigError, RunError, OSError) as error:
         if isinstance(error, OSError):

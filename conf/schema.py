@@ -225,6 +225,20 @@ class WandbConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer; settings that several share are keys of `train`."""
+
+    name: str = option("adamw", "choose with train.optimizer=adamw, sgd, adafactor or muon")
+    rate: float = option(
+        1.0,
+        "learning rate of its parameters (muon: of matrices), as a factor on train.lr, AdamW's",
+        "(0, 10000]",
+    )
+    momentum: float = option(0.95, "share of the last step's momentum", "[0, 1)")
+    nesterov: bool = option(True, "Nesterov's momentum: the step looks ahead by one momentum")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Length, optimizer and checkpoints of a training."""
 
@@ -235,12 +249,19 @@ class TrainConfig:
     )
     lr: float = option(3.5e-3, "peak learning rate; null: by hidden size and batch", "(0, 1]")
     warmup: int | float = option(0.04, "warm-up: steps (30) or a share of them (0.04)", "[0, inf)")
-    schedule: Literal["cosine", "linear", "constant"] = option(
-        "cosine", "learning rate after the warm-up; cosine and linear decay to zero"
+    schedule: str = option(
+        "cosine",
+        "learning rate after the warm-up: constant; cosine or linear, which decay to zero; or wsd, "
+        "constant and at the end a decay to zero",
     )
+    decay: float = option(0.2, "wsd: share of the steps after the warm-up that decay", "(0, 1]")
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW: decay of both moments", "[0, 1)")
-    weight_decay: float = option(0.0, "AdamW: decoupled weight decay, on matrices only", "[0, 1]")
+    weight_decay: float = option(0.0, "weight decay, on matrices only; decoupled", "[0, 1]")
     clip: float = option(1.0, "gradient clipping: largest norm", "(0, inf)")
+    ema: float | None = option(
+        None, "decay of a moving average of the weights, as 0.99; null: none", "(0, 1)"
+    )
     gradient_checkpointing: bool = option(
         False, "recompute activations in the backward pass: less memory, more time"
     )
@@ -249,6 +270,9 @@ class TrainConfig:
         None, "bad: a loss above this multiple of the last 64's median; null: only NaN", "(1, inf)"
     )
     eval_every: int = option(100, "steps between held-out evaluations", COUNT)
+    patience: int | None = option(
+        None, "evaluations without a better acceptance that end the run; null: no limit", COUNT
+    )
     own_prompts: int = option(
         16,
         "held-out prompts that the target answers before training: acceptance on its answers "

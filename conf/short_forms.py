@@ -2,6 +2,7 @@
 
 target=Qwen/Qwen3-8B    target=hf target.path=Qwen/Qwen3-8B
 data=chats.jsonl        data=jsonl data.path=chats.jsonl
+train.optimizer=muon    train/optimizer=muon
 """
 
 import json
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 MAPPINGS = ("data.columns",)  # keys whose value is a mapping, not a group of keys
+OPTIMIZER = "train/optimizer"  # Hydra's name of a group within a group
 SHORT_FORMS = {"target": "hf", "data": "jsonl"}  # group: the choice that reads `<group>.path`
 
 
 def expand(overrides: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[str]:
     """Replace `target=PATH` and `data=PATH` by a choice of the group and its path.
+
+    `train.optimizer=NAME` becomes a choice, too; without a file, the name of a registered one.
 
     Args:
         choices: of the groups to look at; none if the root has the group's path alone.
@@ -24,7 +28,11 @@ def expand(overrides: Sequence[str], choices: Mapping[str, Sequence[str]]) -> li
     out = []
     for word in overrides:
         group, _, value = word.partition("=")
-        if group in choices and is_path(value, choices[group]):
+        if group in ("train.optimizer", "train.optimizer.name", OPTIMIZER) and OPTIMIZER in choices:
+            name = value.strip("'\"")
+            known = name in choices[OPTIMIZER]
+            out.append(f"{OPTIMIZER}={name}" if known else f"train.optimizer.name={value}")
+        elif group in choices and is_path(value, choices[group]):
             out += [f"{group}={SHORT_FORMS[group]}"] if choices[group] else []
             plain = re.fullmatch(r"[\w./+:@-]+|['\"].*", value)
             out.append(f"{group}.path={value if plain else json.dumps(value)}")
@@ -54,7 +62,9 @@ def config_words(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]]
         chosen = content.get("name") in choices.get(group, ())
         words += [f"{group}={content.get('name')}"] * chosen
         force = "++" * chosen  # the config.yaml of a run has keys that the choice's file lacks
-        settings += [f"{force}{key}={text}" for key, text in _leaves(content, group)]
+        for key, text in _leaves(content, group):
+            within = key.startswith("train.optimizer.") and not key.endswith(".name")
+            settings.append(f"{'++' if within else force}{key}={text}")
     return words + settings
 
 

@@ -80,7 +80,9 @@ def metrics() -> str:
     parts = [
         "# Logged metrics\n",
         "The numbers of `metrics.jsonl`, of the trackers and of the report page's curves; `x@d` is "
-        "x at depth d. Metrics of a report: {doc}`../measuring`.\n",
+        "x at depth d. A line is of kind `train`, `held` (held-out text), `own` (the target's own "
+        "answers), `held_ema` or `own_ema` (the same with the averaged weights of `train.ema`), or "
+        "`skipped`. Metrics of a report: {doc}`../measuring`.\n",
         "| name | unit | reduction | meaning |\n|---|---|---|---|",
     ]
     for name, metric in METRICS.items():

@@ -12,6 +12,7 @@ import torch
 from outrider.conf.schema import Config
 from outrider.launch import memory
 from outrider.launch.step_cost import checkpoint_bytes, step_flops
+from outrider.train.optimizer import state_numbers
 from outrider.train.teacher import max_logits
 from outrider.train.trainer import Trainer
 
@@ -34,7 +35,8 @@ def trained_parameters(run: Trainer) -> int:
 def estimate(run: Trainer) -> Cost:
     """Estimate memory, disk and time of a run on this machine."""
     size, tokens = trained_parameters(run), run.config.train.batch_tokens
-    disk = checkpoint_bytes(run.config, size)
+    train = run.config.train
+    disk = checkpoint_bytes(train, size, state_numbers(run.drafter, train))
     rate = EFFICIENCY * matmul_rate(2 if run.config.launch.precision == "bf16" else 4)
     flops = _flops(run, size, run.data.train.supervised * tokens, tokens)
     memory_bytes = sum(memory_of_run(run, run.config).values())

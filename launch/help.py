@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.command_settings import SERVE_NOTE, VERB_GROUPS
-from outrider.conf.compose import CONF, default_values, flatten, groups, trainable
+from outrider.conf.compose import CONF, choices, default_values, flatten, groups, trainable
 from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields
 from outrider.conf.schema import GROUPS
-from outrider.conf.short_forms import SHORT_FORMS
+from outrider.conf.short_forms import OPTIMIZER, SHORT_FORMS
 from outrider.launch.verbs import VERBS, Verb
 from outrider.train.settings import CHANGEABLE_KEYS
 
@@ -181,11 +181,15 @@ def defaults(group: str, first: str | None) -> dict[str, str]:
     for choice in sorted(trainable(group), key=lambda choice: choice != first):
         for name, value in default_values(f"{group}/{choice}").items():
             by_name[name].setdefault(show(value), []).append(choice)
+    for choice in choices(OPTIMIZER) if group == "train" else []:
+        for name, value in default_values(f"{OPTIMIZER}/{choice}").items():
+            if not name.endswith(".name"):
+                by_name[name].setdefault(show(value), []).append(choice)
     texts = {
         name: "; ".join(v if first in c else f"{', '.join(c)}: {v}" for v, c in by_value.items())
         for name, by_value in by_name.items()
     }
-    return texts | {name: first or "" for name in texts if name.endswith(".name")}
+    return texts | ({f"{group}.name": first or ""} if f"{group}.name" in texts else {})
 
 
 def show(value: Any) -> str:

@@ -8,7 +8,8 @@ sums below. w is the size of a number in bytes, n the number of ranks.
     target      replicated: w x all; sharded: w x (ends + layers / n + two layers, one of them
                 prefetched); tensor: w x (ends + (ends + layers) / n); apart: w x ends; int8, nf4:
                 linear layers at 1 and 0.5625 bytes. ends: embedding and head
-    drafter     weights, gradients, masters and moments: `training_state_bytes`
+    drafter     weights, gradients, masters and states of the optimizer: `training_state_bytes`;
+                with train.ema, the averages
     unroll      activations: rows of a rank x `Drafter.activation_count`, or with gradient
                 checkpointing one depth of it and the states between depths
     logits      logits of a chunk, the target's and the drafter's, and their gradients
@@ -46,6 +47,7 @@ from outrider.models.interface import ModelShape
 from outrider.models.target.load import meta_model
 from outrider.models.target.target import MASK_ELEMENTS, Target, decoder_layers
 from outrider.train.distributed import BUCKET
+from outrider.train.optimizer import state_numbers
 from outrider.train.settings import parse
 from outrider.train.teacher import CHUNK_GPU
 
@@ -108,21 +110,28 @@ def _count(parameters: Any) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def training_state_bytes(launch: LaunchConfig, ranks: int, count: int) -> float:
-    """Return the bytes per rank of weights, gradients, masters and AdamW's moments.
+def training_state_bytes(
+    launch: LaunchConfig, ranks: int, count: int, states: int | None = None
+) -> float:
+    """Return the bytes per rank of weights, gradients, masters and the optimizer's states.
 
     Plain training and DDP have float32 masters only and autocast from them; DDP's buckets are a
     second copy of the gradients. DeepSpeed has masters beside the weights, whatever the precision;
-    what is offloaded is in CPU memory. `count` is of trained parameters.
+    what is offloaded is in CPU memory.
+
+    Args:
+        count: trained parameters.
+        states: float32 numbers of the optimizer; None: AdamW's two moments.
     """
+    kept = 4.0 * (2 * count if states is None else states)
     if not launch.name.startswith("zero"):
-        return float((16 if ranks == 1 else 20) * count)
+        return (8 if ranks == 1 else 12) * count + kept
     width, stage = 2 if launch.precision == "bf16" else 4, int(launch.name[-1])
     weights = 0.0 if launch.offload == "parameters" else width / (ranks if stage == 3 else 1)
     gradients = width / (ranks if stage > 1 else 1)
-    moments = 0.0 if launch.offload != "none" else 12 / ranks
+    masters = 0.0 if launch.offload != "none" else (4 * count + kept) / ranks
     gathered = min(GATHERED, count) + min(BUCKET, count) if stage == 3 else 0
-    return (weights + gradients + moments) * count + width * gathered
+    return (weights + gradients) * count + masters + width * gathered
 
 
 def memory_by_part(
@@ -149,7 +158,10 @@ def memory_by_part(
     masks = (width + 1) * min(forward_rows * config.data.max_length, MASK_ELEMENTS)
     return {
         "target": sizes.bytes_per_rank(place, ranks, config.target.quantise),
-        "drafter": training_state_bytes(launch, ranks, _count(drafter.parameters())),
+        "drafter": training_state_bytes(
+            launch, ranks, _count(drafter.parameters()), state_numbers(drafter, train)
+        )
+        + (4 * _count(drafter.parameters()) if train.ema else 0),
         "unroll": number * rows * supervised * activations,
         "logits": 4.0 * 4 * logits,
         "features": rows * shape.hidden * features,
@@ -197,7 +209,7 @@ LESS_MEMORY = (
 )
 DEFINITIONS = {
     "target": "the frozen model's weights",
-    "drafter": "weights, gradients, masters and moments of AdamW",
+    "drafter": "weights, gradients, masters and states of the optimizer",
     "unroll": "activations of the drafter, kept for the backward pass",
     "logits": "logits of a chunk of rows, the target's and the drafter's, and their gradients",
     "features": "taps and last states of a rank's rows, draft states and their gradients",
@@ -309,7 +321,8 @@ def _time_and_disk(config: Config, target: Target, drafter: Drafter, rate: float
         rate: operations per second of all GPUs.
     """
     size, train = _count(drafter.parameters()), config.train
-    disk = f"{format_bytes(checkpoint_bytes(config, size))} of checkpoints and drafters"
+    saved = checkpoint_bytes(train, size, state_numbers(drafter, train))
+    disk = f"{format_bytes(saved)} of checkpoints and drafters"
     if train.max_steps is None:
         return [disk]
     flops = step_flops(

@@ -1,6 +1,6 @@
 """Operations of an optimizer step and bytes of a run's checkpoints, counted from shapes."""
 
-from outrider.conf.schema import Config
+from outrider.conf.schema import TrainConfig
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 
@@ -42,6 +42,12 @@ def active_parameters(target: Target) -> int:
     )
 
 
-def checkpoint_bytes(config: Config, size: int) -> float:
-    """Return the bytes of checkpoints and drafters of a run with `size` trained parameters."""
-    return float((config.train.keep_last + 1) * 12 * size + 3 * 4 * size)
+def checkpoint_bytes(train: TrainConfig, size: int, states: int) -> float:
+    """Return the bytes of checkpoints and drafters of a run.
+
+    Args:
+        size: trained parameters.
+        states: float32 numbers of the optimizer.
+    """
+    stored = (2 if train.ema else 1) * size + states
+    return float((train.keep_last + 1) * 4 * stored + 3 * 4 * size)

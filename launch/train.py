@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError, RunStopped
 from outrider.conf.files import folder_lock, write_json
 from outrider.conf.packages import require_packages
 from outrider.conf.schema import Config
@@ -31,37 +32,54 @@ from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.target import process
 from outrider.models.target.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
+from outrider.train.callbacks import Callback, check_callbacks
 from outrider.train.checks import check_length
 from outrider.train.loop import fit
 from outrider.train.manifest import read_training
+from outrider.train.optimizer import require_torch_class
 from outrider.train.resume import as_it_began, require_same_settings
 from outrider.train.settings import check_files
 from outrider.train.trackers import TrackerThread
 
 
-def train(config: Config, *, rows: Iterable[Mapping[str, Any]] | None = None) -> int:
-    """Train and measure a drafter, or search its settings. Returns the exit code.
+def train(
+    config: Config, *, rows: Iterable[Mapping[str, Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> int:  # fmt: skip
+    """Train and measure a drafter, or search its settings. Returns the exit code, 0.
 
     The run folder is checked and locked before anything is loaded.
 
     Args:
         rows: the training text (data=jsonl) or its prompts (data=self), instead of `data.path`: see
             `data/python_rows.py`. Every rank must be given the same ones.
+        callbacks: of class `train/callbacks.py::Callback`; the same on every rank.
+
+    Raises:
+        RunStopped: Ctrl-C or SIGTERM stopped the run, which is saved.
+        ConfigError, RunError: settings or files do not allow the run, or a callback raised an
+            exception.
     """
+    check_callbacks(callbacks)
     if rows is not None:
         console = Console(quiet=process.rank() > 0)
         config = with_rows(config, rows, partial(console.print, soft_wrap=True))
     require_path(config.data)
     if isinstance(config.drafter, SearchedConfig):
+        if callbacks:
+            why = f"drafter={config.drafter.name} is searched, not trained."
+            raise ConfigError("callbacks", list(callbacks), why, "Leave callbacks out.")
         return search_sublayers(config)
     distributed.require_matching_launcher(config.launch)
     require_packages(config)
+    require_torch_class(config.train)
     main = process.rank() == 0
     with folder_lock(Path(config.run.dir)) if main else nullcontext():
-        return _train(config, main)
+        _train(config, main, callbacks)
+    return 0
 
 
-def _train(config: Config, main: bool) -> int:
+def _train(config: Config, main: bool, callbacks: Sequence[Callback]) -> None:
     begins = not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints")
     if begins:
         check_files(config, "drafter.warm_start")
@@ -90,13 +108,13 @@ def _train(config: Config, main: bool) -> int:
     with trackers.open_trackers(config, console.print, main) as services:
         require_trainable(config, loaded, data)
         on_start = partial(print_start_summary, console, loaded=loaded)
-        outcome = fit(config, loaded, data, console, services, on_start)
+        outcome = fit(config, loaded, data, console, services, on_start, callbacks)
         process.destroy_group()
         if outcome is None:
-            return 130
+            fix = "The same call continues it."
+            raise RunStopped(f"Training in {config.run.dir} was stopped, and is saved.", fix)
         if main and config.train.quick_eval:
             _measure(config, loaded, data, console, services, seconds)
-    return 0
 
 
 def _measure(

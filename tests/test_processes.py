@@ -161,6 +161,26 @@ def test_zero_resume_equals_an_uninterrupted_run(
     assert_equal_runs(tmp_path, one_rank)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["launch=zero2", "train.optimizer=sgd"], ["launch=ddp", "train.optimizer=muon"]],
+    ids=" ".join,
+)
+def test_other_optimizers_resume_on_two_ranks(words: list[str], tmp_path: Path) -> None:
+    """With an average of the weights, whose drafter and checkpoints are the same, too."""
+    words = [*words, "train.ema=0.5"]
+    assert run(TWO, tmp_path / "a", *words).returncode == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000006")
+    done = run(TWO, tmp_path / "b", *words, "train.resume=must")
+    assert done.returncode == 0, done.stderr
+    for file in (Path("drafter", "model.safetensors"), Path("checkpoints", "step-00000006")):
+        file = file if file.suffix else file / "state.safetensors"
+        a, b = load_file(tmp_path / "a" / file), load_file(tmp_path / "b" / file)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a), file
+
+
 def test_a_run_on_two_ranks_resumes_on_one_and_four(one_rank: Path, tmp_path: Path) -> None:
     """Checkpoints and the rows of a step do not depend on the number of ranks.
 

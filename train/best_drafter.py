@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import copy_files, read_json, write_json
@@ -19,24 +20,35 @@ from outrider.train.trainer import Trainer
 FILES = ("model.safetensors", "config.json")  # of a drafter, in the order of writing
 
 
-def save_if_best(run: Trainer, held: dict[str, float], own: dict[str, float]) -> bool:
+def save_if_best(
+    run: Trainer, held: dict[str, float], own: dict[str, float], averaged: bool = False
+) -> bool:
     """Save the drafter if it is the best so far; return whether it is.
 
     Args:
         held: metrics on the held-out text.
         own: metrics on the target's own answers; {} without them.
+        averaged: they are those of the averaged weights, which are saved.
     """
     progress, length = run.progress, (own or held)["accept_length"]
     if length <= progress.best:
         return False
     progress.best, progress.best_step = length, progress.step
-    tensors = checkpoint.collect_state(run.objective, None)
+    if averaged and run.average is not None:
+        tensors = run.average.tensors
+    else:
+        tensors = without_prefix(checkpoint.collect_state(run.objective, None), "parameter.")
     if run.main:
-        prefix = "parameter.drafter."
-        weights = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        weights = without_prefix(tensors, "drafter.")
         about = {"step": progress.step, "held_out": held, **({"own_text": own} if own else {})}
+        about |= {"averaged": run.config.train.ema} if averaged else {}
         native.save(run.drafter, best_folder(run), run.target, run.config.drafter, about, weights)
     return True
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return those whose names have a prefix, without it."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def best_folder(run: Trainer) -> Path:

@@ -1,7 +1,7 @@
 """Checkpoints: atomic folders with hashes, independent of the number of ranks.
 
-A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 parameters and both moments
-of AdamW, by parameter name) and `state.json` (progress and hashes). A folder with this name is
+A checkpoint is a folder `step-00000100` with `state.safetensors` (fp32 parameters and the states of
+the optimizer, by parameter name) and `state.json` (progress and hashes). A folder with this name is
 complete: it is renamed after writing and before removal. Other names are not touched. Ranks of ZeRO
 hold slices: full tensors are gathered for saving and divided again on loading. All else that a run
 depends on (data order, random numbers, learning rate) is a function of the step and, if limited by
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from outrider.conf.errors import CorruptFile, RunError
 from outrider.conf.files import read_json, remove_folder, sync_folder, write_json
 from outrider.conf.tensor_files import read_tensors, write_tensors
+from outrider.train.weight_average import WeightAverage
 
 FIX = "Continue from an older checkpoint (remove this folder), or start with train.resume=never."
 STEP = re.compile(r"step-([0-9]{8,10})")
 VERSION = 2  # of state.json, in its hashed part; version 1 had neither the field nor a hash
 DAMAGED = re.compile("^damaged-([0-9]+-)?")  # of `quarantine`
 LARGEST = 1e300  # of a number in state.json
+NOT_STATES = ("buffer", "parameter", "average")  # tensors that are no states of the optimizer
 PARTIAL = re.compile(r"\.step-[0-9]{8,10}\.([0-9]+|gone)")  # of `save` and `remove_folder`
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Progress:
     skipped: int = 0  # bad steps
     recent: list[float] = field(default_factory=list)  # losses of the last other steps
     phases: dict[str, float] = field(default_factory=dict)  # seconds by activity
+    stale: int = 0  # evaluations since the best one, for train.patience
+    ended: bool = False  # a callback asked for the end
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -130,6 +133,7 @@ def read_state(folder: Path) -> tuple[Progress, str]:
         numbers = [*progress.recent, *progress.phases.values()]
         right = all(_is_like(x, 0.0) for x in numbers) and progress.step == step_of(folder)
         right &= 0 <= progress.skipped <= progress.step >= progress.best_step >= 0
+        right &= progress.stale >= 0
     if not right:
         raise CorruptFile(f"{file} is damaged: progress is not that of this step.", FIX)
     return progress, sha256
@@ -152,7 +156,7 @@ def _state_hash(values: Any, sha256: Any) -> str:
 
 
 def load_newest(
-    checkpoints: list[Path], model: nn.Module, optimizer: Any
+    checkpoints: list[Path], model: nn.Module, optimizer: Any, average: WeightAverage | None = None
 ) -> tuple[Progress, list[CorruptFile]]:
     """Load the newest of the checkpoints (oldest first, at least one) that is not damaged.
 
@@ -173,6 +177,8 @@ def load_newest(
             continue
         try:
             restore_state(model, optimizer, tensors, progress.step - progress.skipped)
+            if average is not None:
+                average.load({name: tensors[f"average.{name}"] for name in average.tensors})
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunError(f"{folder} does not fit this configuration: {error}", FIX) from None
         return progress, errors
@@ -198,24 +204,39 @@ def quarantine(folder: Path) -> Path:
     return folder.rename(place)
 
 
-def collect_state(model: nn.Module, optimizer: Any | None) -> dict[str, Tensor]:
-    """Return copies of fp32 parameters, their moments (if an optimizer) and buffers, by name."""
+def collect_state(
+    model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None
+) -> dict[str, Tensor]:
+    """Return copies of fp32 parameters, their states (if an optimizer) and buffers, by name.
+
+    With an average, also of the averages.
+
+    A state `exp_avg` of the parameter `fc.weight` is `exp_avg.fc.weight`. The number of steps is
+    not one of them: `restore_state` is given it.
+    """
     out = {f"buffer.{n}": value.to("cpu", copy=True) for n, value in model.named_buffers()}
+    kinds = _state_kinds(optimizer) if optimizer is not None else []
     for name, parameter in _trained(model):
         out[f"parameter.{name}"] = _master(parameter).to("cpu", copy=True)
-        for moment in MOMENTS if optimizer is not None else ():
-            value = _moment(optimizer, parameter, moment)
+        for kind in kinds:
+            value = _state(optimizer, parameter, kind)
             if value is not None:
-                out[f"{moment}.{name}"] = value.to("cpu", copy=True)
-    return out
+                out[f"{kind}.{name}"] = value.to("cpu", copy=True)
+    averages = average.tensors if average is not None else {}
+    return out | {f"average.{n}": value.to("cpu", copy=True) for n, value in averages.items()}
 
 
 def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], step: int) -> None:
     """Load what `collect_state` returned; KeyError or ValueError for different names or shapes.
 
     Args:
-        step: steps that the optimizer took, for AdamW's correction of its first moments.
+        step: steps that the optimizer took, as AdamW needs to correct its first moments.
     """
+    states = dict[str, dict[str, Tensor]]()  # by parameter and kind
+    for key, value in tensors.items():
+        kind, _, name = key.partition(".")
+        if kind not in NOT_STATES:
+            states.setdefault(name, {})[kind] = value
     for name, buffer in model.named_buffers():
         buffer.copy_(tensors[f"buffer.{name}"])
     for name, parameter in _trained(model):
@@ -223,16 +244,16 @@ def restore_state(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor], 
         shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3's whole tensor
         if value.shape != shape:
             raise ValueError(f"{name} is {tuple(value.shape)}, not {tuple(shape)}")
-        moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
+        own = states.get(name, {})
         if _is_partitioned(parameter):
-            _set_partitioned(parameter, value, moments, optimizer, step)
+            _set_partitioned(parameter, value, own, optimizer, step)
         else:
             with torch.no_grad():
                 parameter.copy_(value)
-            if moments:
+            if own:
                 unwrap_optimizer(optimizer).state[parameter] = {
                     "step": torch.tensor(float(step)),
-                    **{m: v.to(parameter.device).clone() for m, v in moments.items()},
+                    **{kind: v.to(parameter.device).clone() for kind, v in own.items()},
                 }
 
 
@@ -261,18 +282,27 @@ def _master(parameter: nn.Parameter) -> Tensor:
     return out.detach()
 
 
-def _moment(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor | None:
+def _state_kinds(optimizer: Any) -> list[str]:
+    """Return the names of the optimizer's states, sorted: the same on every rank."""
+    states = unwrap_optimizer(optimizer).state.values()
+    return sorted({k for one in states for k, v in one.items() if k != "step" and v is not None})
+
+
+def _state(optimizer: Any, parameter: nn.Parameter, kind: str) -> Tensor | None:
     if not _is_partitioned(parameter):
-        value: Tensor | None = unwrap_optimizer(optimizer).state.get(parameter, {}).get(name)
+        value = unwrap_optimizer(optimizer).state.get(parameter, {}).get(kind)
+        if value is not None and not isinstance(value, Tensor):
+            why = f"The optimizer's state {kind} is of type {type(value).__name__}, not a tensor."
+            raise RunError(why, "Use an optimizer whose states, but for `step`, are tensors.")
         return value
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    out: Tensor | None = safe_get_full_optimizer_state(parameter, name)
+    out: Tensor | None = safe_get_full_optimizer_state(parameter, kind)
     return out
 
 
 def _set_partitioned(
-    parameter: nn.Parameter, value: Tensor, moments: dict[str, Tensor], optimizer: Any, step: int
+    parameter: nn.Parameter, value: Tensor, states: dict[str, Tensor], optimizer: Any, step: int
 ) -> None:
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -281,8 +311,8 @@ def _set_partitioned(
     sliced = hasattr(parameter, "ds_id")
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sliced):
         parameter.data.copy_(value)  # the copy that the forward computes with
-    for moment, tensor in moments.items():
-        safe_set_full_optimizer_state(parameter, tensor, moment)
+    for kind, tensor in states.items():
+        safe_set_full_optimizer_state(parameter, tensor, kind)
     for state in unwrap_optimizer(optimizer).state.values():
         if "step" in state:
             state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)

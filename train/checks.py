@@ -17,6 +17,8 @@ from outrider.models.decode import from_config
 from outrider.models.decode.from_config import decodings
 from outrider.models.drafters import drafter_class
 from outrider.train.losses import parse_depth_weights, parse_loss
+from outrider.train.optimizer import check_optimizer
+from outrider.train.schedule import SCHEDULES
 
 
 def check_length(config: Config) -> None:
@@ -48,6 +50,28 @@ def check_length(config: Config) -> None:
     if train.max_steps is None and isinstance(train.warmup, int) and train.warmup > 0:
         why = "A run limited in minutes has no known number of steps."
         raise ConfigError("train.warmup", train.warmup, why, "Use a share: train.warmup=0.04.")
+
+
+def check_training(config: Config) -> None:
+    """Check the optimizer, the schedule, the average of the weights and the patience."""
+    train = config.train
+    check_optimizer(train, config.launch)
+    if train.schedule not in SCHEDULES:
+        why, fix = "There is no schedule of this name.", f"Use one of: {', '.join(SCHEDULES)}."
+        raise ConfigError("train.schedule", train.schedule, why, fix)
+    if train.ema is not None and config.launch.name == "zero3":
+        why = "Under launch=zero3 no rank holds whole weights, which a moving average needs."
+        raise ConfigError("train.ema", train.ema, why, "Use launch=zero2, or train.ema=null.")
+    if not train.patience or train.max_steps is None:
+        return
+    evaluations = (train.max_steps - 1) // train.eval_every  # after the first, before the end
+    if evaluations < train.patience:
+        why = f"It cannot end the run: between the first and the last of {train.max_steps} steps "
+        why += f"there are {format_count(evaluations, 'evaluation')} (train.eval_every="
+        why += f"{train.eval_every})."
+        most = (train.max_steps - 1) // train.patience
+        fix = f"Use train.eval_every={most} or less." if most else "Train for more steps."
+        raise ConfigError("train.patience", train.patience, why, fix)
 
 
 def check_place(config: Config) -> None:
@@ -148,4 +172,6 @@ def check_names(config: Config) -> None:
         raise ConfigError("eval.out", config.eval.out, why, "Use a plain name such as quick.")
 
 
-CHECKS = (check_length, check_place, check_data, check_traces, check_drafter, check_names)
+CHECKS = (
+    check_length, check_training, check_place, check_data, check_traces, check_drafter, check_names,
+)  # fmt: skip

@@ -15,17 +15,18 @@ from torch.nn.utils import get_total_norm
 from outrider.conf.errors import RunError
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
-from outrider.data.trace_source import TargetTraces
 from outrider.data.training_data import TrainingData
 from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, own_text
 from outrider.train.bad_steps import save_batch
+from outrider.train.callbacks import Callback, Callbacks
+from outrider.train.evaluation import evaluate
 from outrider.train.manifest import write_manifest
 from outrider.train.metric_sums import MetricSums
-from outrider.train.metrics_log import MetricsLog
+from outrider.train.metrics_log import Logger, MetricsLog
 from outrider.train.resume import require_equal_ranks, resume, resume_message
-from outrider.train.schedule import fraction_done, learning_rate
+from outrider.train.schedule import fraction_done, is_over, learning_rate
 from outrider.train.step_data import MicroBatch
 from outrider.train.stop_signal import stop_signals
 from outrider.train.trackers import TrackerThread
@@ -42,17 +43,20 @@ def fit(
     console: Console,
     trackers: Sequence[TrackerThread] = (),
     on_start: Callable[[Trainer], None] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Path | None:
     """Train a drafter; `<run.dir>/drafter/` holds the best one afterwards.
 
     Args:
-        on_start: called on the main rank before the first step, with everything built.
+        on_start: called on the main rank before the first step, with everything built; its
+            exceptions end the run before it starts.
 
     Returns:
         The folder of the drafter; None when a signal stopped the run, which is saved.
 
     Raises:
-        RunError: the loss is NaN or infinite, a checkpoint is damaged, or the disk is full.
+        RunError: the loss is NaN or infinite, a checkpoint is damaged, the disk is full, or a
+            callback raised an exception.
         ConfigError: the run folder holds a run with other settings.
     """
     with console.status("initialising the drafter and the ranks"):
@@ -62,15 +66,21 @@ def fit(
     resumed = messages is not None
     for message in messages or ():
         console.print(message, style="yellow", soft_wrap=True)
-    if resumed and run.progress.finished and fraction_done(config.train, run.progress) >= 1:
+    if resumed and run.progress.finished and is_over(config.train, run.progress):
         console.print(_finished(run), soft_wrap=True)
         published = best_drafter.has_result(run)
         return run.folder / "drafter" if published else best_drafter.write_result(run)
     _begin(run, loaded, resumed, console, on_start)
+    called = Callbacks(callbacks, run.main)
+    called.call("on_start", run)
+    loggers: list[Logger] = [*trackers, called]
     try:
-        with stop_signals() as received, MetricsLog(config, console, run.main, trackers) as log:
+        with stop_signals() as received, MetricsLog(config, console, run.main, loggers) as log:
             log.rewind(run.progress.step if resumed else -1)
-            return _run_steps(run, log, received, resumed)
+            drafter = _run_steps(run, log, received, resumed, called)
+            called.call("on_end", run, drafter)
+            called.raise_error()
+            return drafter
     except (RuntimeError, MemoryError) as error:
         if explained := _explain(run, error):
             raise explained from error
@@ -100,9 +110,9 @@ def _begin(
 
 
 def _run_steps(
-    run: Trainer, log: MetricsLog, received: Sequence[object], resumed: bool
+    run: Trainer, log: MetricsLog, received: Sequence[object], resumed: bool, called: Callbacks
 ) -> Path | None:
-    """Train until the end or a signal, as `fit` describes.
+    """Train until the end, a signal or the error of a callback, as `fit` describes.
 
     Args:
         received: signals so far.
@@ -110,12 +120,15 @@ def _run_steps(
     train, first_step, is_warned = run.config.train, run.progress.step, False
     start = time.monotonic() - run.progress.seconds
     while True:
-        stop = _sync_stop_and_clock(run, bool(received))
-        step, over = run.progress.step, fraction_done(train, run.progress) >= 1
+        stop = _sync_stop_and_clock(run, bool(received) or called.error is not None)
+        step, over = run.progress.step, is_over(train, run.progress)
         evaluated = resumed and step == first_step
         if (over or step % train.eval_every == 0) and not evaluated:
             with run.progress.phase("held out"):
-                is_far = _evaluate(run, log)
+                is_far = evaluate(run, log, called)
+            over = is_over(train, run.progress)
+            if called.given:
+                stop |= _sync_stop_and_clock(run, called.error is not None)
             if is_far and not is_warned:
                 is_warned = True
                 log.print(own_text.advice(run.config.data.name, run.config.data.path))
@@ -135,6 +148,7 @@ def _run_steps(
             _advance(run, log)
         run.progress.step += 1
         run.progress.seconds = time.monotonic() - start
+        called.call("on_step", run)
 
 
 def _explain(run: Trainer, error: Exception) -> RunError | None:
@@ -154,11 +168,13 @@ def _finished(run: Trainer) -> str:
     limits = {
         "train.max_steps": train.max_steps and progress.step >= train.max_steps,
         "train.max_minutes": train.max_minutes and progress.seconds >= 60 * train.max_minutes,
+        "train.patience": train.patience and progress.stale >= train.patience,
     }
     reached = " and ".join(key for key, is_reached in limits.items() if is_reached)
+    more = "a callback ended it" if progress.ended else f"to go on, raise {reached}"
     return (
         f"{run.folder} is finished: {format_count(progress.step, 'step')}. To measure it: outrider "
-        f"eval run.dir={run.folder}; to go on, raise {reached}; to start over, train.resume=never."
+        f"eval run.dir={run.folder}; {more}; to start over, train.resume=never."
     )
 
 
@@ -192,7 +208,10 @@ def _advance(run: Trainer, log: MetricsLog) -> None:
         rank, batches = run.accelerator.process_index, [batch for batch, _ in micro_batches]
         log.print(run.bad_steps.skip(problem, save_batch(run.folder, step, rank, batches)))
         log.log(step, "skipped", {"skipped": float(run.progress.skipped)})
-    elif measure:
+        return
+    if run.average is not None:
+        run.average.update()
+    if measure:
         facts = {"lr": rate, "grad_norm": norm, **_update_ratio(before, run.copy_weights())}
         _log_step(run, log, sums, facts)
 
@@ -200,7 +219,7 @@ def _advance(run: Trainer, log: MetricsLog) -> None:
 def optimizer_step(
     run: Trainer, micro_batches: list[MicroBatch], measure: bool
 ) -> tuple[MetricSums, float, str]:
-    """Accumulate the gradients of this rank's micro-batches and step AdamW.
+    """Accumulate the gradients of this rank's micro-batches and step the optimizer.
 
     Returns:
         The metric sums of this rank, with the costly ones if `measure`; the gradient norm before
@@ -258,28 +277,3 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
         f"step {progress.step}  loss {metrics['loss@1']:.3f}  agree {metrics['agree@1']:.1%}  "
         f"accept {metrics['accept_length']:.2f}  best {progress.best:.2f}  {speed:.0f} tokens/s",
     )
-
-
-def _evaluate(run: Trainer, log: MetricsLog) -> bool:
-    """Measure held-out text and the target's own answers; keep the drafter if it is the best.
-
-    Returns whether far more draft tokens are accepted on the held-out text.
-    """
-    step, depths = run.progress.step, run.config.drafter.depths
-    metrics, own = run.evaluate(run.data.held, run.sources.held), dict[str, float]()
-    if run.own_text is not None:
-        own = run.evaluate(run.own_text, TargetTraces(run.target))
-    best = best_drafter.save_if_best(run, metrics, own)
-    log.log(step, "held", metrics)
-    conditions = f" with {depths} draft tokens"
-    if own:
-        log.log(step, "own", own)
-        conditions += f", {own['accept_length']:.2f} on the target's own answers"
-    log.print(
-        f"held out, step {step}: loss {metrics['loss@1']:.3f}, agree {metrics['agree@1']:.1%}, "
-        f"predicted acceptance length {metrics['accept_length']:.2f}{conditions}"
-        f"{' (best so far)' if best else ''}"
-    )
-    if not metrics["loss@1"] < float("inf"):
-        raise RunError("The held-out loss is not finite.", "Lower train.lr and start again.")
-    return bool(own) and own_text.is_far(metrics, own)

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +17,6 @@ from outrider.conf.files import LINES_BYTES, append, parse_json, read_bytes, wri
 from outrider.conf.json_shapes import number, read_rows
 from outrider.conf.schema import Config
 from outrider.data.reporter import LINE
-from outrider.train.trackers import TrackerThread
 
 
 class Metric(NamedTuple):
@@ -51,15 +50,24 @@ METRICS = {
 }  # fmt: skip
 
 
+# kinds of lines: held-out text and the target's own answers; the same with averaged weights
+EVALUATIONS = ("held", "own", "held_ema", "own_ema")
 LINE_SHAPE = {"step": int, "kind": str, str: (number, str, None)}
+
+
+class Logger(Protocol):
+    """What `MetricsLog` passes its lines to."""
+
+    def log(self, step: int, kind: str, values: dict[str, float]) -> None: ...
 
 
 class MetricsLog:
     """Log of the metrics of a run, written by the main rank only."""
 
     def __init__(
-        self, config: Config, console: Console, main: bool, trackers: Sequence[TrackerThread] = ()
-    ) -> None:
+        self, config: Config, console: Console, main: bool,
+        trackers: Sequence[Logger] = (),
+    ) -> None:  # fmt: skip
         self.file, self.console = Path(config.run.dir) / "metrics.jsonl", console
         self.main, self.last_line = main, time.monotonic()
         self.bar = Progress(
@@ -88,12 +96,12 @@ class MetricsLog:
             earlier = [
                 x
                 for x in lines
-                if x["step"] < step or (x["step"] == step and x["kind"] in ("held", "own"))
+                if x["step"] < step or (x["step"] == step and x["kind"] in EVALUATIONS)
             ]
             write(self.file, "".join(json.dumps(line) + "\n" for line in earlier).encode())
 
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """Append a line: {"step": .., "kind": "train" | "held" | "own" | "skipped", ...}."""
+        """Append a line: {"step": .., "kind": "train", "skipped" or one of EVALUATIONS, ...}."""
         if not self.main:
             return
         append(self.file, json.dumps({"step": step, "kind": kind, **values}) + "\n")

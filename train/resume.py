@@ -23,8 +23,9 @@ from outrider.train.trainer import Trainer
 # (noise, and text of the drafter's own, are then drawn anew)
 CHANGEABLE = (
     "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
-    "train.keep_last", "train.keep_every", "train.resume", "train.log_every", "train.quick_eval",
-    "train.wandb.", "train.tensorboard", "train.skip_bad", "train.spike",
+    "train.keep_last", "train.keep_every", "train.patience", "train.resume",
+    "train.log_every", "train.quick_eval", "train.wandb.", "train.tensorboard",
+    "train.skip_bad", "train.spike",
     "train.gradient_checkpointing", "eval.", "decode.",
     "launch.name", "launch.accumulation", "launch.offload", "launch.wait",
     "data.generate.minutes", "data.traces", "data.max_gb", "data.workers", "record.damaged",
@@ -64,7 +65,9 @@ def resume(run: Trainer) -> list[str] | None:
     require_same_text(run)
     if run.config.launch.name.startswith("zero"):
         _create_moments(run)
-    progress, errors = checkpoint.load_newest(checkpoints, run.objective, run.optimizer)
+    progress, errors = checkpoint.load_newest(
+        checkpoints, run.objective, run.optimizer, run.average
+    )
     run.progress = run.bad_steps.progress = progress
     run.accelerator.wait_for_everyone()  # all ranks have read
     if run.main:

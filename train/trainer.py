@@ -26,6 +26,7 @@ from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective
 from outrider.train.optimizer import build_optimizer
 from outrider.train.step_data import MicroBatch, StepData, supervised_counts
+from outrider.train.weight_average import WeightAverage
 
 INIT_ROWS = 8  # packed rows per batch while initial weights are fitted
 
@@ -37,7 +38,8 @@ class Trainer:
         drafter: the trained model; `objective` holds it, `model` is the objective as accelerate
             wraps it.
         rows: packed rows per optimizer step, over all ranks.
-        progress: what a checkpoint stores beside weights and moments.
+        progress: what a checkpoint stores beside weights and states of the optimizer.
+        average: the moving average of the weights; None without `train.ema`.
         own_text: the target's own answers to held-out prompts; None without them.
         initialisation: the origin of the initial weights, for messages.
         start_seconds: time that it took to find them; None for a continued run.
@@ -79,6 +81,8 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
         distributed.limit_waits(config.launch.wait)
         self.progress = checkpoint.Progress()
+        decay = config.train.ema
+        self.average = WeightAverage(self.objective, decay) if decay is not None else None
         self.own_text: Rows | None = None
         self.bad_steps = BadStepGuard(self.progress, config.train.skip_bad, config.train.spike)
         self.step_data = StepData(config, data, self.drafter, self.target, rank, world)
@@ -154,7 +158,7 @@ class Trainer:
         """Copy what a checkpoint needs, and write it while training goes on."""
         progress = copy.deepcopy(self.progress)
         optimizer = self.optimizer if progress.step > 0 else None
-        tensors = checkpoint.collect_state(self.objective, optimizer)
+        tensors = checkpoint.collect_state(self.objective, optimizer, self.average)
         if self.main:
             self.writer.save(tensors, progress)
 

@@ -18,6 +18,8 @@ CURVES = (
     ("held", "alpha", "held-out acceptance"),
     ("held", "accept_length", "held-out acceptance length"),
     ("own", "accept_length", "acceptance length on the target's own answers"),
+    ("held_ema", "accept_length", "held-out acceptance length, averaged weights"),
+    ("own_ema", "accept_length", "acceptance length on its own answers, averaged weights"),
 )
 COSTS = (  # quantity, field of training.json, format, unit
     ("parameters trained, millions", "parameters", ".2f", 1e6),

@@ -25,6 +25,7 @@ from outrider.launch.doctor.finding import Finding
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.target import process
 from outrider.train.loop import LESS_MEMORY, optimizer_step
+from outrider.train.optimizer import state_numbers
 from outrider.train.schedule import format_seconds
 from outrider.train.trainer import Trainer
 
@@ -33,7 +34,6 @@ TRIAL_SHARE = 0.5  # share of the free memory that a trial may take
 LONG = 5.0  # seconds that one trial may take
 SHORT = 2.0  # seconds that one trial for the line may take
 MAX_ROWS = 2**14
-MOMENTS = 8  # bytes of AdamW's moments per trained parameter, allocated in the first step
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 STEP_PARTS = ("unroll", "logits", "features", "forward")  # parts of `outrider memory`
 
@@ -127,7 +127,13 @@ def _estimated_bytes(run: Trainer, rows: int) -> float:
     tokens = rows * run.config.data.max_length * _passes(run)
     config = replace(run.config, train=replace(run.config.train, batch_tokens=tokens))
     parts = memory_of_run(run, config)
-    return sum(parts[name] for name in STEP_PARTS) + (MOMENTS + 4) * trained_parameters(run)
+    gradients = 4 * trained_parameters(run)
+    return sum(parts[name] for name in STEP_PARTS) + _state_bytes(run) + gradients
+
+
+def _state_bytes(run: Trainer) -> int:
+    """Bytes of the optimizer's states, allocated in the first step."""
+    return 4 * state_numbers(run.drafter, run.config.train)
 
 
 def _on_cpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
@@ -140,7 +146,7 @@ def _on_cpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
         line, last = MemoryLine.fit(trials[-2], trials[-1]), trials[-1]
         if 2 * last.seconds > SHORT or line.at(2 * last.rows) > TRIAL_SHARE * free:
             break
-    line = MemoryLine(line.fixed + MOMENTS * trained_parameters(run), line.each)
+    line = MemoryLine(line.fixed + _state_bytes(run), line.each)
     rows = line.rows(USABLE * free)
     method = (
         f"extrapolated from resident memory at {trials[-2].rows} and {last.rows} rows to "
@@ -164,9 +170,9 @@ def _trial(run: Trainer, rows: int, before: float) -> BatchTrial:
 
 
 def _on_gpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
-    """Return as `_on_cpu`, from trials with the memory of AdamW's moments reserved."""
+    """Return as `_on_cpu`, from trials with the memory of the optimizer's states reserved."""
     device, trials = run.target.device, list[BatchTrial]()
-    moments = torch.empty(MOMENTS * trained_parameters(run), dtype=torch.uint8, device=device)
+    moments = torch.empty(_state_bytes(run), dtype=torch.uint8, device=device)
     free = float(torch.cuda.mem_get_info(device)[0])
     before = torch.cuda.memory_allocated(device)
 
