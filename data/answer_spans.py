@@ -59,8 +59,7 @@ class ChatTemplate:
         return named | set(self.tokenizer.all_special_ids)
 
     def ids(self, text: str) -> list[int]:
-        # not verbose: no warning of transformers about a text longer than the context
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, messages: list[Message], *, prompt: bool = False, **more: Any) -> str:
         try:

@@ -21,7 +21,7 @@ from outrider.eval.token_origins import report_summary
 from outrider.models import process
 from outrider.models.adapt import adapt
 from outrider.models.chat_template import template_change
-from outrider.models.decode.from_config import decodings
+from outrider.models.decode.from_config import decodings, greedy_warning
 from outrider.models.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.load import LoadedTarget, load_target
@@ -141,6 +141,8 @@ def _print_reports(
 ) -> Iterator[tuple[str, Report]]:
     """Measure, print and write every report and yield it with its name; a grid in one table."""
     folder, parts, reports = Path(config.run.dir) / "eval", report_configs(config), {}
+    if warning := greedy_warning([part.decode for part in parts]):
+        console.print(warning, style="yellow")
     for part in parts:
         name = part.eval.out
         reports[name] = report = run(part)

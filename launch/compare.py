@@ -102,13 +102,14 @@ def _row_name(run: RunResults, name: str) -> str:
 def _table(pairs: Sequence[tuple[RunResults, str]]) -> Table:
     """Return the table of reports, each given by its run and its name."""
     numbers = "tau", "speedup", "95 %", "tokens/s"
-    table = narrow_table(("run", "decoding", *numbers, "exact"), ("run", "decoding", "exact"))
+    texts = "run", "decoding", "drafter", "lr"
+    table = narrow_table((*texts, *numbers, "exact"), (*texts, "exact"))
     for run, name in pairs:
         report = run.reports[name]
         spread = report["speedup_95"]
         table.add_row(
-            _row_name(run, name), decoding_label(report), format_number(report["tau"]),
-            format_number(report["speedup"], 2, "x"),
+            _row_name(run, name), decoding_label(report), run.drafter, run.lr,
+            format_number(report["tau"]), format_number(report["speedup"], 2, "x"),
             "-" if spread is None else "{:.2f}-{:.2f}".format(*spread),
             format_number(report["tokens_per_second"], 1),
             exact_in_a_word(report),
