@@ -121,13 +121,14 @@ def rate_and_depth(complete: Sequence[Mapping[str, Any]], metric: str) -> Scatte
     if not any(several):
         return None
     groups = dict[str, list[tuple[float, float]]]()
-    for rate, depth, value in zip(rates, depths, values, strict=True):
+    trials = sorted(zip(rates, depths, values, strict=True), key=lambda trial: trial[1] or 0.0)
+    for rate, depth, value in trials:
         x = rate if several[0] else depth
         name = f"depth {depth:g}" if all(several) else "trials"
         groups.setdefault(name, []).append((x or 0.0, value))
     xlabel = "learning rate" if several[0] else DEPTHS
     settings = [key for key, one in zip(("learning rate", "depth"), several, strict=True) if one]
-    return Scatter(settings, dict(sorted(groups.items())), xlabel, ylabel, several[0])
+    return Scatter(settings, groups, xlabel, ylabel, several[0])
 
 
 def _number(value: object) -> float | None:
@@ -188,8 +189,9 @@ def show(folder: Path, console: Console) -> None:
         words = [*content["overrides"], *complete[0].user_attrs.get("words", [])]
         command = f"outrider train {' '.join(map(shlex.quote, words))}"
         console.print(Text(f"best: {command}"), soft_wrap=True)
-        if run := trial_folder(folder, complete[0]):
-            line = f"its drafter and checkpoints: {run}; outrider eval run.dir={run} measures it"
+        run = trial_folder(folder, complete[0])
+        if kept := [name for name in ("drafter", "checkpoints") if run and (run / name).is_dir()]:
+            line = f"its {' and '.join(kept)}: {run}; outrider eval run.dir={run} measures it"
             console.print(Text(line), soft_wrap=True)
     write_json(folder / "search.json", mask_values(content))
     if complete:

@@ -449,7 +449,7 @@ def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:
     assert "chain@0: chains decoded at temperature 0" in page.text
     assert page.text.count("seconds of initialisation;") == 1, "the cost legend appears once"
     assert "1.62" not in page.text, "plans belong to one run"
-    assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 5  # speedup, tau (three), curves
 
 
 def test_reports_without_a_run_have_a_page(tmp_path: Path) -> None:

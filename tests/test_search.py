@@ -115,6 +115,7 @@ def test_the_best_trial_keeps_its_checkpoints(
 
     def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
         (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (folder / "drafter").mkdir()
         return finish(folder, next(values))
 
     play(run)
