@@ -8,7 +8,6 @@ line. It ends with the run, or with Ctrl-C.
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,14 @@ from rich.text import Text
 from outrider.conf.compose import compose, to_container
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.json_shapes import number
 from outrider.train.manifest import read_training
 from outrider.train.metrics_log import METRICS, read_log
 from outrider.train.schedule import format_seconds
 
 EVERY = 2.0  # seconds between two readings
 WIDEST, LOWEST, HIGHEST = 100, 4, 14  # columns of a plot, and rows
+LARGEST = 1e100  # of a number that is drawn
 MARKS = "*o"
 PLOTS = (  # metric, and the kinds of lines that have it, one for each of MARKS
     ("objective", {"train": "training"}),
@@ -115,7 +116,7 @@ def format_line(line: Mapping[str, Any]) -> str:
     numbers = {
         name: value
         for name, value in line.items()
-        if isinstance(value, float | int) and name != "step" and not set("@.") & set(name)
+        if number(value) and name != "step" and not set("@.") & set(name)
     }
     values = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
     return f"step {line['step']}, {line['kind']}: {values}"
@@ -123,7 +124,12 @@ def format_line(line: Mapping[str, Any]) -> str:
 
 def _points(log: Sequence[Mapping[str, Any]], kind: str, metric: str) -> Points:
     values = [(x["step"], x.get(metric)) for x in log if x["kind"] == kind]
-    return [(float(x), float(y)) for x, y in values if isinstance(y, float | int) and isfinite(y)]
+    return [(float(x), float(y)) for x, y in values if _is_drawable(x) and _is_drawable(y)]
+
+
+def _is_drawable(value: object) -> bool:
+    """Return whether a value is a finite number of which differences are finite, too."""
+    return isinstance(value, float | int) and abs(value) < LARGEST
 
 
 def plot(curves: Sequence[Points], width: int, height: int) -> str:

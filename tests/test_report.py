@@ -429,6 +429,22 @@ def test_page_shows_predictions_on_both_texts_with_their_depth() -> None:
     assert "1.125" in str(tables[f"{names[1]}, best step (3), drafts of 2 tokens"])
 
 
+def test_compare_names_drafter_and_rate_of_every_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As columns where they differ, else in a line below the table."""
+    for name, rate in (("one", 1e-3), ("two", 2e-3)):
+        measured(tmp_path / name, "eval", 2.0)
+        write_json(tmp_path / name / "manifest.json", {"config": {"train": {"lr": rate}}})
+    assert compare([str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    shown = capsys.readouterr().out
+    assert "run decoding lr" in " ".join(shown.split())
+    assert "one chain@0  0.001 " in shown
+    assert f"drafter {SETTING['drafter']}, training cost" in shown
+    assert compare([str(tmp_path / "two")]) == 0
+    assert f"drafter {SETTING['drafter']}, lr 0.002, training" in capsys.readouterr().out
+
+
 def test_template_hashes_of_older_reports_are_marked(tmp_path: Path) -> None:
     """They have another length, so a difference from a new one has no meaning."""
     new = {**SETTING["fingerprints"], "template": "d" * 16}  # type: ignore[dict-item]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def test_single_depths_are_left_out_of_a_line() -> None:
 
 
 def test_numbers_that_are_not_finite_are_not_drawn(tmp_path: Path) -> None:
-    log = [line(0, "train", objective=float("nan")), line(1, "train", objective=2.0)]
+    odd = float("nan"), float("inf"), 1e308, -1e308, 10**400
+    log = [line(i, "train", objective=value) for i, value in enumerate((*odd, 2.0))]
+    assert format_line(log[0]) == "step 0, train: objective nan"
+    assert format_line(log[4]) == "step 4, train: "
     write(tmp_path, *log)
     shown = view(tmp_path, log, 40, 20, False).plain
     assert shown.count("*") == 2, "in the legend and in the plot"
@@ -65,7 +69,7 @@ def test_a_pipe_gets_a_line_for_each_of_the_log_as_it_grows(
             finish(tmp_path)
 
     count = list[int]()
-    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     assert watch([f"run.dir={tmp_path}"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert "has no metrics yet" in first
@@ -108,7 +112,7 @@ def test_control_c_ends_the_wait_for_metrics(
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.time, "sleep", interrupt)
+    monkeypatch.setattr(time, "sleep", interrupt)
     assert watch([f"run.dir={tmp_path}"]) == 0
     assert f"{tmp_path} has no metrics yet" in " ".join(capsys.readouterr().out.split())
 
