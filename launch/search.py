@@ -250,7 +250,8 @@ class Search:
         best = search_results.rank_trials(finished)[:1]
         kept = {search_results.trial_folder(self.folder, trial) for trial in best}
         for trial in finished:
-            if (folder := search_results.trial_folder(self.folder, trial)) not in (None, *kept):
+            folder = search_results.trial_folder(self.folder, trial)
+            if folder is not None and folder not in kept:
                 for name in ("checkpoints", "best"):
                     shutil.rmtree(folder / name, ignore_errors=True)
 

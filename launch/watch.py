@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.live import Live
 from rich.text import Text
@@ -127,7 +127,7 @@ def _points(log: Sequence[Mapping[str, Any]], kind: str, metric: str) -> Points:
     return [(float(x), float(y)) for x, y in values if _is_drawable(x) and _is_drawable(y)]
 
 
-def _is_drawable(value: object) -> bool:
+def _is_drawable(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number of which differences are finite, too."""
     return isinstance(value, float | int) and abs(value) < LARGEST
 

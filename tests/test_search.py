@@ -121,8 +121,8 @@ def test_the_best_trial_keeps_its_checkpoints(
     play(run)
     run_search(tmp_path, 3)
     assert [f.parent.name for f in tmp_path.glob("trial-*/checkpoints")] == ["trial-0001"]
-    run = tmp_path / "trial-0001"
-    line = f"its drafter and checkpoints: {run}; outrider eval run.dir={run} measures it"
+    best = tmp_path / "trial-0001"
+    line = f"its drafter and checkpoints: {best}; outrider eval run.dir={best} measures it"
     assert line in capsys.readouterr().out.replace("\n", " ")
     found = json.loads((tmp_path / "search.json").read_text())
     assert found["importance"] == {}, "of three trials"
