@@ -97,8 +97,7 @@ class RenderedText:
         return named | set(self.tokenizer.all_special_ids)
 
     def ids(self, text: str) -> list[int]:
-        # not verbose: no warning of transformers about a text longer than the context
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, messages: Sequence[Message], *, prompt: bool = False, **more: Any) -> str:
         turns = [self.forms.turn(turn) if len(turn) > 2 else turn for turn in messages]

@@ -35,7 +35,13 @@ from outrider.eval.rank_tables import tables_beside
 from outrider.eval.report import format_number
 from outrider.eval.requests import PLAIN
 from outrider.models.adapt import adapt
-from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
+from outrider.models.decode.from_config import (
+    depth_warning,
+    greedy_warning,
+    policy_of,
+    rule_of,
+    sampling_of,
+)
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
 from outrider.models.decode.rules.rule_table import RULES
@@ -270,7 +276,8 @@ def _print_greeting(console: Console, decoder: Decoder, policy: Policy, config: 
     lossy = ""
     if decode.temperature > 0 and decode.verify in RULES and RULES[decode.verify].lossy:
         lossy = f"{decode.verify}: lossy, not the target's distribution"
-    for warning in (decoder.changed, depth_warning(policy, decoder.drafter), lossy):
+    depth = depth_warning(policy, decoder.drafter)
+    for warning in (decoder.changed, depth, greedy_warning([decode]), lossy):
         if warning:
             console.print(Text(warning, "yellow"), soft_wrap=True)
     if _has_colour(console):

@@ -1,8 +1,9 @@
 """Comparison of runs: cost of training, acceptance and speed of every drafter.
 
 The overview has one row per run, with tau and speedup of every measurement (`dynamic_tree@1` is a
-tree at temperature 1); a few reports are also shown side by side. Runs are ranked, and the best of
-a column is green, only by numbers that were measured on the same text (`ranking`).
+tree at temperature 1); a few reports are also shown side by side. Runs are ranked only by numbers
+that were measured on the same text (`ranking`); the best number of a column that ranks them is
+green, and no other one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,25 +39,25 @@ MAX_FULL_REPORTS = 6  # reports shown side by side
 
 
 class ComparisonField(NamedTuple):
-    """A field to compare: how it is read from a report or run, and which direction is better."""
+    """A field to compare: how it is read from a report or run, and whether it ranks them."""
 
     name: str
     read: Callable[[Any], Any]
     digits: int = 2
-    better: int = 0  # 1: larger, -1: smaller, 0: neither
+    ranks: bool = False  # the largest is the best
 
 
 RESULT_FIELDS = (
-    ComparisonField("speedup", lambda r: r["speedup"], 2, 1),
-    ComparisonField("tau", lambda r: r["tau"], 2, 1),
+    ComparisonField("speedup", lambda r: r["speedup"]),
+    ComparisonField("tau", lambda r: r["tau"]),
     ComparisonField("ms/round", lambda r: r["ms"]["round"], 1),
-    ComparisonField("tokens/s", lambda r: r["tokens_per_second"], 1, 1),
+    ComparisonField("tokens/s", lambda r: r["tokens_per_second"], 1),
     ComparisonField("plain tokens/s", lambda r: r["baseline_tokens_per_second"], 1),
-    ComparisonField("ms/draft step", lambda r: r["ms"]["draft_step"], 2, -1),
-    ComparisonField("overhead", lambda r: r["overhead"], 3, -1),
-    ComparisonField("alpha", lambda r: r["alpha"], 3, 1),
+    ComparisonField("ms/draft step", lambda r: r["ms"]["draft_step"], 2),
+    ComparisonField("overhead", lambda r: r["overhead"], 3),
+    ComparisonField("alpha", lambda r: r["alpha"], 3),
     ComparisonField("exact", exact_in_a_word),
-    ComparisonField("mismatches", lambda r: len(r["mismatches"]), 0, -1),
+    ComparisonField("mismatches", lambda r: len(r["mismatches"]), 0),
     *(ComparisonField(name, itemgetter(name)) for name in ("drafter", "target")),
 )
 # reports that differ here are not comparable
@@ -88,12 +89,25 @@ class RunResults(NamedTuple):
         training: `training.json`; None while it trains.
         reports: by name.
         own: predicted acceptance on text of the target's own; {} if it was not measured.
+        settings: those of the run that are known.
     """
 
     folder: Path
     training: dict[str, Any] | None
     reports: dict[str, dict[str, Any]]
     own: dict[str, float]
+    settings: dict[str, Any]
+
+    @property
+    def drafter(self) -> str:
+        """The drafter's name."""
+        return str(next(iter(self.reports.values()))["drafter"])
+
+    @property
+    def lr(self) -> str:
+        """The learning rate, as text; "-" if it is not known."""
+        rate = (self.settings.get("train") or {}).get("lr")
+        return f"{rate:g}" if isinstance(rate, float | int) else "-"
 
     @property
     def target(self) -> str:
@@ -162,18 +176,12 @@ def ranking(runs: Sequence[RunResults]) -> list[str]:
     """
     if len(runs) < 2:
         return []
-    newest = [{decoding_label(r): r for r in run.reports.values()} for run in runs]
-    labels = [label for label in newest[0] if all(label in of_run for of_run in newest)]
-    names, lines, reasons = [run.folder.name for run in runs], list[str](), list[str]()
-    for label in labels:
-        reports = [of_run[label] for of_run in newest]
-        timed = not _differing(reports, SAME_TIMES) and all(r["speedup"] for r in reports)
-        metric, same = ("speedup", SAME_TEXT) if timed else ("tau", (*SAME_TEXT, "policy"))
-        if differing := _differing(reports, same):
-            reasons.append(f"{label} differs in {', '.join(differing)}")
-            continue
-        values = [report[metric] or 0.0 for report in reports]
-        lines.append(f"ranked by {metric} of {label} on the same prompts: {_order(names, values)}")
+    names, (metrics, reasons) = [run.folder.name for run in runs], _ranked_decodings(runs)
+    lines = [
+        f"ranked by {metric} of {label} on the same prompts: "
+        + _order(names, [newest_report(run, label)[metric] or 0.0 for run in runs])
+        for label, metric in metrics.items()
+    ]
     if lines:
         return lines
     reasons = reasons or ["there is no decoding that all runs have"]
@@ -188,6 +196,41 @@ def ranking(runs: Sequence[RunResults]) -> list[str]:
     else:
         reasons.append("acceptance on the target's own text is for different depths")
     return [f"not ranked: {'; '.join(reasons)}"]
+
+
+def newest_report(run: RunResults, label: str) -> dict[str, Any]:
+    """Return the last report of a decoding; {} if there is none."""
+    reports = [report for report in run.reports.values() if decoding_label(report) == label]
+    return reports[-1] if reports else {}
+
+
+def _ranked_decodings(runs: Sequence[RunResults]) -> tuple[dict[str, str], list[str]]:
+    """Return the metric that ranks the runs in each decoding that all have, and why none does."""
+    labels = [decoding_label(report) for report in runs[0].reports.values()]
+    metrics, reasons = dict[str, str](), list[str]()
+    for label in dict.fromkeys(labels):
+        reports = [newest_report(run, label) for run in runs]
+        if not all(reports):
+            continue
+        metric, differing = _ranking_metric(reports)
+        if differing:
+            reasons.append(f"{label} differs in {', '.join(differing)}")
+        else:
+            metrics[label] = metric
+    return metrics, reasons
+
+
+def _ranking_metric(reports: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return the metric that would rank the reports, and the conditions that prevent it."""
+    timed = not _differing(reports, SAME_TIMES) and all(r["speedup"] for r in reports)
+    metric, same = ("speedup", SAME_TEXT) if timed else ("tau", (*SAME_TEXT, "policy"))
+    return metric, _differing(reports, same)
+
+
+def timed_alike(runs: Sequence[RunResults]) -> list[str]:
+    """Return the decodings whose times all runs have measured under the same conditions."""
+    ranked = _ranked_decodings(runs)[0]
+    return [label for label, metric in ranked.items() if metric == "speedup"]
 
 
 def is_rankable_by_own_text(runs: Sequence[RunResults]) -> bool:
@@ -207,12 +250,6 @@ def _differing(reports: Sequence[dict[str, Any]], conditions: Sequence[str]) -> 
     return [row.name for row in fields if len({str(row.read(r)) for r in reports}) > 1]
 
 
-def _shares_held_out_text(runs: Sequence[RunResults]) -> bool:
-    texts = {(run.training.get("budget", {}).get("text"), run.target) for run in runs
-             if run.training is not None}  # fmt: skip
-    return len(texts) == 1
-
-
 # ---- one row per run ----
 
 
@@ -226,33 +263,34 @@ def decoding_label(report: dict[str, Any]) -> str:
 
 
 def overview(runs: Sequence[RunResults]) -> Group:
-    """Return two tables with a row per run, training cost and speed; the best in green."""
+    """Return two tables with a row per run: training cost, and tau and speedup."""
     training = _table("training cost and held-out acceptance", runs, _training_fields(runs))
     decoding = _table("decoding", runs, _decoding_fields(runs))
     return Group(training, decoding, Text(f"{COST_LEGEND}; {DECODING_LEGEND}", "dim"))
 
 
 def _table(title: str, runs: Sequence[RunResults], columns: Sequence[ComparisonField]) -> Table:
-    table = Table(title=f"{title}; the best of a column is green")
-    table.add_column("run")
+    best = any(column.ranks for column in columns)
+    table = Table("run", "drafter", "lr", title=title + "; the best is green" * best)
     for column in columns:
         table.add_column(column.name, justify="right")
     cells = [list(_cells(column, runs)) for column in columns]
     for i, run in enumerate(runs):
-        table.add_row(run.folder.name, *(column[i] for column in cells))
+        names = run.folder.name, run.drafter, run.lr
+        table.add_row(*names, *(column[i] for column in cells))
     return table
 
 
 def _training_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
-    held, own = int(_shares_held_out_text(runs)), int(is_rankable_by_own_text(runs))
+    own = len(runs) > 1 and not _ranked_decodings(runs)[0] and is_rankable_by_own_text(runs)
     names = {name for run in runs for name in (run.training or {}).get("held_out", {})}
     rates = sorted((n for n in names if n.startswith("alpha@")), key=lambda n: (len(n), n))
     return [
-        ComparisonField("M params", partial(_training_value, "parameters", 1e6), 2, -1),
-        ComparisonField("tokens/s", partial(_training_value, "tokens_per_second", 1.0), 0, 1),
+        ComparisonField("M params", partial(_training_value, "parameters", 1e6), 2),
+        ComparisonField("tokens/s", partial(_training_value, "tokens_per_second", 1.0), 0),
         ComparisonField("start", partial(_training_value, "start_seconds", 1.0), 0),
-        ComparisonField("peak MB", partial(_training_value, "peak_memory_bytes", MB), 0, -1),
-        *(ComparisonField(name, partial(_held_out_value, name), 3, held) for name in rates),
+        ComparisonField("peak MB", partial(_training_value, "peak_memory_bytes", MB), 0),
+        *(ComparisonField(name, partial(_held_out_value, name), 3) for name in rates),
         ComparisonField("depths", lambda run: run.depths, 0),
         ComparisonField("tau greedy", partial(_held_out_value, "accept_length"), 2),
         ComparisonField("tau T=1", partial(_held_out_value, "accept_length_sampling"), 2),
@@ -261,16 +299,14 @@ def _training_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
 
 
 def _decoding_fields(runs: Sequence[RunResults]) -> list[ComparisonField]:
-    rows = []
+    rows, ranked = [], _ranked_decodings(runs)[0]
     for kind in dict.fromkeys(decoding_label(r) for run in runs for r in run.reports.values()):
-        value = partial(partial, _decoding_value, kind)
-        reports = [r for run in runs for r in run.reports.values() if decoding_label(r) == kind]
-        better = int(not _differing(reports, SAME_TEXT))
+        value, metric = partial(partial, _decoding_value, kind), ranked.get(kind)
         rows.append(ComparisonField(f"{kind} depth", value("depth"), 0))
-        rows.append(ComparisonField(f"{kind} tau", value("tau"), 2, better))
+        rows.append(ComparisonField(f"{kind} tau", value("tau"), 2, metric == "tau"))
         if kind.startswith("chain"):
             rows.append(ComparisonField("predicted", value("forecast"), 2))
-        rows.append(ComparisonField(f"{kind} speedup", value("speedup"), 2, better))
+        rows.append(ComparisonField(f"{kind} speedup", value("speedup"), 2, metric == "speedup"))
     return rows
 
 
@@ -284,8 +320,7 @@ def _held_out_value(name: str, run: RunResults) -> float | None:
 
 
 def _decoding_value(kind: str, name: str, run: RunResults) -> float | None:
-    values = [report.get(name) for report in run.reports.values() if decoding_label(report) == kind]
-    return values[-1] if values else None
+    return newest_report(run, kind).get(name)
 
 
 def _differences(title: str, columns: Mapping[str, Iterable[object]]) -> Text | None:
@@ -312,14 +347,15 @@ def side_by_side(reports: dict[str, dict[str, Any]]) -> RenderableType:
 def report_table(reports: dict[str, dict[str, Any]]) -> Table:
     """Return a table with a row per metric and a column per report."""
     contents = list(reports.values())
-    ranked = not _differing(contents, SAME_TEXT)
-    title = "reports side by side" + "; the best of a row is green" * ranked
-    table = Table("", *reports, title=title)
+    metric, differing = _ranking_metric(contents)
+    ranked = not differing and len(set(map(decoding_label, contents))) == 1
+    table = Table("", *reports, title="reports side by side" + "; the best is green" * ranked)
     for row in RESULT_FIELDS:
-        table.add_row(row.name, *_cells(row._replace(better=row.better * ranked), contents))
+        row = row._replace(ranks=ranked and row.name == metric)
+        table.add_row(row.name, *_cells(row, contents))
     accept_at = zip_longest(*(report["accept_at"] for report in contents))
     for k, rates in enumerate(accept_at, start=1):
-        row = ComparisonField(f"accept@{k}", lambda rate: rate, 2, int(ranked))
+        row = ComparisonField(f"accept@{k}", lambda rate: rate)
         table.add_row(row.name, *_cells(row, rates))
     table.add_section()
     for row in CONDITION_FIELDS:
@@ -330,8 +366,7 @@ def report_table(reports: dict[str, dict[str, Any]]) -> Table:
 def _cells(row: ComparisonField, reports: Sequence[Any]) -> Iterable[Text]:
     values = [row.read(report) for report in reports]
     numbers = [value for value in values if isinstance(value, float | int)]
-    differ = row.better and len(set(numbers)) > 1
-    best = max(numbers, key=lambda v: v * row.better) if differ else None
+    best = max(numbers) if row.ranks and len(set(numbers)) > 1 else None
     for value in values:
         text = value if isinstance(value, str) else format_number(value, row.digits)
         yield Text(text, style="bold green" if value is not None and value == best else "")
@@ -342,14 +377,16 @@ def _cells(row: ComparisonField, reports: Sequence[Any]) -> Iterable[Text]:
 
 def read_results(run: Path) -> RunResults:
     reports = {file.stem: read_fields(file) for file in sorted((run / "eval").glob("*.json"))}
-    return RunResults(run, training := read_training(run), reports, _own_metrics(run, training))
+    manifest, training = read_manifest(run) or {}, read_training(run)
+    settings = manifest.get("config", {})
+    return RunResults(run, training, reports, _own_metrics(manifest, training), settings)
 
 
-def _own_metrics(run: Path, training: dict[str, Any] | None) -> dict[str, float]:
+def _own_metrics(manifest: dict[str, Any], training: dict[str, Any] | None) -> dict[str, float]:
     """Return the metrics on the target's own text: of self-generated text, the held-out ones."""
     if training is None or "own_text" in training:
         return dict((training or {}).get("own_text", {}))
-    data = (read_manifest(run) or {}).get("data")
+    data = manifest.get("data")
     generated = isinstance(data, dict) and data.get("source") == "self" and "given" not in data
     return dict(training.get("held_out", {})) if generated else {}
 

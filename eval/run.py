@@ -20,7 +20,7 @@ from outrider.eval.report import Report, save
 from outrider.eval.report_tables import explain_metrics, in_short, show_and_save, show_grid
 from outrider.eval.token_origins import report_summary
 from outrider.models.adapt import adapt
-from outrider.models.decode.from_config import decodings
+from outrider.models.decode.from_config import decodings, greedy_warning
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.target import process
@@ -142,6 +142,8 @@ def _print_reports(
 ) -> Iterator[tuple[str, Report]]:
     """Measure, print and write every report and yield it with its name; a grid in one table."""
     folder, parts, reports = Path(config.run.dir) / "eval", report_configs(config), {}
+    if warning := greedy_warning([part.decode for part in parts]):
+        console.print(warning, style="yellow")
     for part in parts:
         name = part.eval.out
         reports[name] = report = run(part)

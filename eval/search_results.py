@@ -5,13 +5,15 @@ Importance is PED-ANOVA's (Watanabe et al. 2023, arXiv:2304.10255): how much a k
 best trials differ from its values in all trials.
 """
 
+import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +33,9 @@ FORMAT = "outrider-search-1"
 MAX_ROWS = 10
 Study = Any  # Optuna's, which is imported where a study is read
 FrozenTrial = Any
-MIN_TRIALS = 4  # complete trials that importance needs
+MIN_TRIALS = 12  # complete trials that importance needs: three in the better quarter
+LR, DEPTHS = "train.lr", "drafter.depths"  # keys of a figure, if the search varied them
+DECODED = "decoded tau"
 FIX = "Run the same command again, or remove the trial's folder."
 REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
 SEARCH = {  # `search.json`
@@ -88,6 +92,55 @@ def short_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def trial_folder(search: Path, trial: FrozenTrial) -> Path | None:
+    """Return the run of a trial; None if it has none, or a name that is not a trial's."""
+    name = str(trial.user_attrs.get("folder"))
+    return search / name if re.fullmatch(r"trial-\d+", name) else None
+
+
+class Scatter(NamedTuple):
+    """Points of a figure by group, and its axes; `log`: the x axis is logarithmic."""
+
+    settings: list[str]  # that were varied
+    groups: dict[str, list[tuple[float, float]]]
+    xlabel: str
+    ylabel: str
+    log: bool
+
+
+def rate_and_depth(complete: Sequence[Mapping[str, Any]], metric: str) -> Scatter | None:
+    """Return tau over the learning rate, a group per depth; None if the search varied neither.
+
+    Args:
+        complete: the complete trials of `search.json`; without a decoded tau in each, their metric
+            is drawn.
+    """
+    ylabel = DECODED if all(DECODED in trial for trial in complete) else metric
+    values = [float(t["value"] if ylabel == metric else t[DECODED]) for t in complete]
+    rates, depths = ([_number(t["params"].get(key)) for t in complete] for key in (LR, DEPTHS))
+    several = [len(set(numbers)) > 1 and None not in numbers for numbers in (rates, depths)]
+    if not any(several):
+        return None
+    groups = dict[str, list[tuple[float, float]]]()
+    trials = sorted(zip(rates, depths, values, strict=True), key=lambda trial: trial[1] or 0.0)
+    for rate, depth, value in trials:
+        x = rate if several[0] else depth
+        name = f"depth {depth:g}" if all(several) else "trials"
+        groups.setdefault(name, []).append((x or 0.0, value))
+    xlabel = "learning rate" if several[0] else DEPTHS
+    settings = [key for key, one in zip(("learning rate", "depth"), several, strict=True) if one]
+    return Scatter(settings, groups, xlabel, ylabel, several[0])
+
+
+def _number(value: object) -> float | None:
+    """Return a parameter as a number: Optuna stores choices as JSON."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
+
+
 def load_study(folder: Path) -> Study:
     """Load the study of a search; without one, raise a RunError."""
     require_package("optuna", "run.dir", str(folder))
@@ -130,7 +183,7 @@ def show(folder: Path, console: Console) -> None:
     require_shape(content, SEARCH, str(folder / STUDY), "Search in another folder.")
     metric = content["metric"]
     console.print(_table(trials, complete, metric))
-    if metric not in REPORT_METRICS and any("decoded tau" in t.user_attrs for t in complete):
+    if metric not in REPORT_METRICS and any(DECODED in t.user_attrs for t in complete):
         legend = f"{metric}: of a chain of drafter.depths tokens; decoded tau: of decode.depth"
         console.print(legend)
     if shares:
@@ -140,9 +193,15 @@ def show(folder: Path, console: Console) -> None:
         words = [*content["overrides"], *complete[0].user_attrs.get("words", [])]
         command = f"outrider train {' '.join(map(shlex.quote, words))}"
         console.print(Text(f"best: {command}"), soft_wrap=True)
+        run = trial_folder(folder, complete[0])
+        if kept := [name for name in ("drafter", "checkpoints") if run and (run / name).is_dir()]:
+            line = f"its {' and '.join(kept)}: {run}; outrider eval run.dir={run} measures it"
+            console.print(Text(line), soft_wrap=True)
     write_json(folder / "search.json", mask_values(content))
     if complete:
-        write(folder / "search.png", _plot(complete, shares, metric))
+        numbers = {trial.number for trial in complete}
+        finished = [row for row in rows if row["number"] in numbers]
+        write(folder / "search.png", png(draw_search(finished, shares, metric)))
         console.print(f"written: {folder}/search.json, search.png")
 
 
@@ -182,7 +241,7 @@ def _table(trials: list[FrozenTrial], complete: list[FrozenTrial], metric: str) 
     )
     table = Table(title=f"{states}; the best by {metric}")
     names = list(dict.fromkeys(name for trial in complete for name in trial.params))
-    decoded = ("decoded tau", "decoded speedup")
+    decoded = (DECODED, "decoded speedup")
     extra = [name for name in decoded if any(name in t.user_attrs for t in complete)]
     for head in ("trial", metric, *map(short_name, names), "minutes", *extra):
         table.add_column(head, justify="right")
@@ -198,23 +257,38 @@ def _format(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value).replace('"', "")
 
 
-def _plot(complete: list[FrozenTrial], shares: dict[str, float], metric: str) -> bytes:
-    """Plot, left, value against minutes of training with the Pareto front; right, importance."""
+def draw_search(
+    complete: Sequence[Mapping[str, Any]], shares: dict[str, float], metric: str
+) -> Any:
+    """Plot the metric against minutes with the Pareto front; rate and depth; importance."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4))
-    left, right = figure.subplots(1, 2)
-    costs = [float(t.user_attrs.get("seconds", 0)) / 60 for t in complete]
-    by_speed = all("decoded speedup" in trial.user_attrs for trial in complete)
-    name = "decoded speedup" if by_speed else metric
-    values = [float(t.user_attrs[name] if by_speed else t.value or 0) for t in complete]
-    left.scatter(costs, values, color="tab:blue")
-    best = pareto_front(costs, values)
-    left.plot([costs[i] for i in best], [values[i] for i in best], color="tab:orange", marker="o")
-    title = "quality against training time (orange: Pareto front)"
-    left.set(xlabel="minutes of training", ylabel=name, title=title)
-    names = list(shares)[::-1]
-    right.barh([short_name(n) for n in names], [shares[n] for n in names], color="tab:blue")
-    right.set_title("importance (PED-ANOVA)")
+    scatter = rate_and_depth(complete, metric)
+    panels = 1 + (scatter is not None) + bool(shares)
+    figure = Figure(figsize=(5 * panels, 4))
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    costs = [float(trial.get("seconds", 0)) / 60 for trial in complete]
+    values = [float(trial["value"]) for trial in complete]
+    axes[0].scatter(costs, values, color="tab:blue")
+    front = [(costs[i], values[i]) for i in pareto_front(costs, values)]
+    line = "-" if len(front) > 2 else ""
+    axes[0].plot(*zip(*front, strict=True), ls=line, color="tab:orange", marker="o")
+    title = "against training time (orange: Pareto front)"
+    axes[0].set(xlabel="minutes of training", ylabel=metric, title=title)
+    if scatter is not None:
+        for name, points in scatter.groups.items():
+            axes[1].scatter(*zip(*points, strict=True), label=name)
+        axes[1].set(
+            xlabel=scatter.xlabel,
+            ylabel=scatter.ylabel,
+            title=f"against {' and '.join(scatter.settings)}",
+        )
+        axes[1].set_xscale("log" if scatter.log else "linear")
+        if len(scatter.groups) > 1:
+            axes[1].legend()
+    if shares:
+        names = list(shares)[::-1]
+        axes[-1].barh([short_name(n) for n in names], [shares[n] for n in names], color="tab:blue")
+        axes[-1].set_title("importance (PED-ANOVA)")
     figure.tight_layout()
-    return png(figure)
+    return figure

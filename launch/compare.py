@@ -57,7 +57,8 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
     console.print(_table(rows))
     if not in_full:
         hidden = f"{len(pairs) - len(rows)} more reports, " * (len(rows) < len(pairs))
-        console.print(f"{hidden}training cost and conditions: --explain, or to=FOLDER for a page")
+        more = "training cost and conditions: --explain, or to=FOLDER for a page"
+        console.print(f"{_common(rows)}{hidden}{more}")
         return
     console.print(tables.overview(runs))
     console.print(tables.side_by_side(tables.all_reports(runs)))
@@ -100,17 +101,35 @@ def _row_name(run: RunResults, name: str) -> str:
 
 
 def _table(pairs: Sequence[tuple[RunResults, str]]) -> Table:
-    """Return the table of reports, each given by its run and its name."""
-    numbers = "tau", "speedup", "95 %", "tokens/s"
-    table = narrow_table(("run", "decoding", *numbers, "exact"), ("run", "decoding", "exact"))
+    """Return the table of reports, each given by its run and its name.
+
+    Drafter and learning rate are columns where they differ, instead of the speed in tokens; else
+    `_common` has them.
+    """
+    differing = [name for name, values in _settings(pairs).items() if len(values) > 1]
+    numbers = ["tau", "speedup", "95 %", *["tokens/s"] * (not differing)]
+    texts = "run", "decoding", *differing
+    table = narrow_table((*texts, *numbers, "exact"), (*texts, "exact"))
     for run, name in pairs:
         report = run.reports[name]
         spread = report["speedup_95"]
-        table.add_row(
-            _row_name(run, name), decoding_label(report), format_number(report["tau"]),
-            format_number(report["speedup"], 2, "x"),
-            "-" if spread is None else "{:.2f}-{:.2f}".format(*spread),
-            format_number(report["tokens_per_second"], 1),
-            exact_in_a_word(report),
-        )  # fmt: skip
+        cells = {
+            "run": _row_name(run, name), "decoding": decoding_label(report),
+            "drafter": run.drafter, "lr": run.lr, "tau": format_number(report["tau"]),
+            "speedup": format_number(report["speedup"], 2, "x"),
+            "95 %": "-" if spread is None else "{:.2f}-{:.2f}".format(*spread),
+            "tokens/s": format_number(report["tokens_per_second"], 1),
+            "exact": exact_in_a_word(report),
+        }  # fmt: skip
+        table.add_row(*(cells[str(column.header)] for column in table.columns))
     return table
+
+
+def _settings(pairs: Sequence[tuple[RunResults, str]]) -> dict[str, set[str]]:
+    return {"drafter": {run.drafter for run, _ in pairs}, "lr": {run.lr for run, _ in pairs}}
+
+
+def _common(pairs: Sequence[tuple[RunResults, str]]) -> str:
+    """Return drafter and learning rate of all reports, where they have one in common."""
+    common = {name: values for name, values in _settings(pairs).items() if len(values) == 1}
+    return "".join(f"{name} {value}, " for name, (value,) in common.items() if value != "-")

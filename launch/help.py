@@ -91,6 +91,8 @@ EXAMPLES = {
     "advise": """
   outrider advise drafter=eagle3  # pilots on 1, 2 and 4 % of the embedded text
   outrider advise advise.shares=[0.05,0.1,0.2] advise.steps=300  # more exact, slower""",
+    "watch": """
+  outrider watch run.dir=runs/eagle3-tiny  # in another terminal, while it trains""",
     "report": """
   outrider report run.dir=runs/eagle3-tiny  # a run
   outrider report run.dir=runs/eagle3-tiny report.measure=true  # with calibration
@@ -265,8 +267,10 @@ def _defaults_of(root: str, name: str) -> dict[str, str]:
         values |= {"run.dir": "(required)", **dict.fromkeys(CHANGEABLE_KEYS, "as trained")}
     if name in ("chat", "serve"):
         values["run.dir"] = "(this, or drafter=)"
+    if root in ("report", "watch"):
+        values["run.dir"] = "(required)"
     if root == "report":
-        values |= {"run.dir": "(required)", "target.path": "as trained"}
+        values["target.path"] = "as trained"
     return values
 
 

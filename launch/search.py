@@ -4,14 +4,14 @@
 
 The first trial is the unchanged configuration. A run below the median of the others at a held-out
 evaluation is pruned. The study is stored in `<sweep.dir>/study.db` (SQLite): the same command
-resumes a stopped search, and its unfinished trials continue from their checkpoints.
+resumes a stopped search, and its unfinished trials continue from their checkpoints. Of the finished
+ones all keep their drafter, and the best one its checkpoints.
 
 Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE), as implemented in
 Optuna (Akiba et al. 2019, arXiv:1907.10902); median pruning, Golovin et al. 2017, "Vizier".
 """
 
 import json
-import re
 import shutil
 import threading
 import time
@@ -203,7 +203,7 @@ class Search:
                     return
                 trial = self.study.ask()
                 values = suggest_values(trial, self.sweep.over)
-                if not re.fullmatch(r"trial-\d+", str(trial.user_attrs.get("folder"))):
+                if search_results.trial_folder(self.folder, trial) is None:
                     trial.set_user_attr("folder", f"trial-{trial.number:04d}")
             self._run_trial(trial, values)
 
@@ -239,11 +239,22 @@ class Search:
         else:
             for name, number in search_results.run_summary(folder, self.report).items():
                 trial.set_user_attr(name, number)
-            for name in ("checkpoints", "best"):  # only resuming needs them
-                shutil.rmtree(folder / name, ignore_errors=True)
         with self._lock:
             self.study.tell(trial, value, state)
+            self._remove_checkpoints()
         self._print_trial(trial, values, state, value, code)
+
+    def _remove_checkpoints(self) -> None:
+        """Remove what only resuming needs from finished trials, except from the best one."""
+        states = [TrialState.COMPLETE, TrialState.PRUNED]
+        finished = self.study.get_trials(deepcopy=False, states=states)
+        best = search_results.rank_trials(finished)[:1]
+        kept = {search_results.trial_folder(self.folder, trial) for trial in best}
+        for trial in finished:
+            folder = search_results.trial_folder(self.folder, trial)
+            if folder is not None and folder not in kept:
+                for name in ("checkpoints", "best"):
+                    shutil.rmtree(folder / name, ignore_errors=True)
 
     def _print_trial(
         self, trial: optuna.Trial, values: dict[str, Any], state: TrialState, value: Any, code: int

@@ -91,6 +91,9 @@ VERBS = {
         "outrider.eval.page.build:report",
         "write a page about a run, a search or a folder of runs: report.html, report.md",
         root="report", takes="report"),
+    "watch": Verb(
+        "outrider.launch.watch:watch", "show loss and acceptance of a run while it trains",
+        root="watch", takes="words"),
     "compare": Verb(
         "outrider.launch.compare:compare", "compare finished runs in one table",
         root="", takes="words", explains=True),

@@ -18,7 +18,7 @@ from outrider.conf.compose import compose
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.json_shapes import read_rows
-from outrider.conf.schema import Config, to_yaml
+from outrider.conf.schema import Config, DecodeConfig, to_yaml
 from outrider.data.conversations import Message, Prompt
 from outrider.data.pack import Rows
 from outrider.data.tokenise import prompt_ids
@@ -31,6 +31,7 @@ from outrider.launch.compare import compare
 from outrider.models import drafters
 from outrider.models.decode import verifier
 from outrider.models.decode.engine import Engine
+from outrider.models.decode.from_config import greedy_warning
 from outrider.models.decode.request import Output
 from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
 from outrider.models.decode.rules.round_outcome import RoundOutcome
@@ -401,7 +402,9 @@ def test_quick_report_samples_all_categories(workspace: Path, loaded: LoadedTarg
     wide = dataclasses.replace(config.eval, prompts=str(workspace / "many.jsonl"))
     stream, config = io.StringIO(), dataclasses.replace(config, eval=wide)
     console = Console(file=stream, width=200)
-    quick_report(config, loaded, held_out_data(loaded), console)
+    decode = dataclasses.replace(config.decode, verify="ratio")
+    quick_report(dataclasses.replace(config, decode=decode), loaded, held_out_data(loaded), console)
+    assert "decode.verify=ratio has no effect at temperature 0" in stream.getvalue()
     assert config.drafter.depths == 4  # of the predictions, and 3 tokens are drafted
     printed = stream.getvalue()
     report, outputs = reports(workspace, "quick")
@@ -409,6 +412,14 @@ def test_quick_report_samples_all_categories(workspace: Path, loaded: LoadedTarg
     assert f"{tau}, {forecast} by teacher forcing on this text" in printed
     assert [row["id"] for row in outputs] == ["0", "3"]
     assert report["prompts"] == 2
+
+
+def test_settings_of_sampling_have_no_effect_if_every_decoding_is_greedy() -> None:
+    ratio, both = DecodeConfig(verify="ratio"), DecodeConfig(verify="ratio", top_p=0.5)
+    assert greedy_warning([ratio, ratio]).startswith("decode.verify=ratio has no effect")
+    assert greedy_warning([both]).startswith("decode.verify=ratio, decode.top_p=0.5 have no")
+    assert greedy_warning([ratio, dataclasses.replace(ratio, temperature=1.0)]) == ""
+    assert greedy_warning([DecodeConfig(depth=5)]) == ""
 
 
 def test_stop_tokens_come_from_the_tokenizer_and_the_model(loaded: LoadedTarget) -> None:

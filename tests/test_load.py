@@ -37,6 +37,18 @@ def test_the_progress_bar_of_loading_is_for_terminals(
     assert "Loading weights" in capsys.readouterr().err
 
 
+def test_a_text_longer_than_the_context_is_tokenised_without_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load.load_tokenizer(settings(name="tiny"))
+    tokenizer.model_max_length = 4
+    tokenizer.save_pretrained(tmp_path)
+    small_model("qwen3").save_pretrained(tmp_path)
+    again = load.load_tokenizer(settings(path=str(tmp_path)))
+    assert len(again("one two three four five six seven")["input_ids"]) > again.model_max_length
+    assert "longer than" not in capsys.readouterr().err
+
+
 def test_any_local_folder_is_a_target(tmp_path: Path) -> None:
     tiny = load.load_target(settings(name="tiny"))
     small_model("qwen3").save_pretrained(tmp_path)

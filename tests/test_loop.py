@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import folder_lock
+from outrider.conf.schema import to_yaml
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
@@ -20,6 +21,7 @@ from outrider.models.formats import native
 from outrider.models.target import load
 from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, checkpoint, loop
+from outrider.train.resume import require_same_settings
 from outrider.train.schedule import format_seconds, learning_rate, seconds_left
 from outrider.train.settings import parse
 from outrider.train.trainer import Trainer
@@ -126,6 +128,22 @@ def test_resume_refuses_other_settings(
     with pytest.raises(ConfigError, match=r"train.lr = 0.0005\n.*train.lr = 0.001"):
         loop.fit(config(tmp_path, "train.lr=5e-4"), loaded, made, QUIET)
     loop.fit(config(tmp_path, "train.lr=5e-4", "train.resume=never"), loaded, made, QUIET)
+
+
+def test_all_differences_of_a_used_folder_are_named_the_drafter_first(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(to_yaml(config(tmp_path, "drafter=eagle3")))
+    words = "train.lr=5e-4", "drafter.depths=3", "train.save_every=1"
+    with pytest.raises(ConfigError) as error:
+        require_same_settings(config(tmp_path, "drafter=eagle3", *words))
+    assert error.value.key == "drafter.depths"
+    assert "began with drafter.depths = 2, train.lr = 0.001." in error.value.why
+    assert "This one has also train.lr = 0.0005." in error.value.why
+    with pytest.raises(ConfigError) as error:
+        require_same_settings(config(tmp_path, "drafter=medusa", *words))
+    assert (error.value.key, error.value.value) == ("drafter.name", "medusa")
+    assert "began with drafter.name = 'eagle3', train.lr = 0.001." in error.value.why
+    assert "This one has also train.lr = 0.0005." in error.value.why
 
 
 @pytest.mark.parametrize("words", [("train.resume=never",), ("train.max_steps=8",)])

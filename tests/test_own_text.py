@@ -4,11 +4,13 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from rich.console import Console
 
+from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
@@ -135,9 +137,29 @@ def test_a_continued_run_measures_the_same_own_text(
     loaded: LoadedTarget, foreign: Path, tmp_path: Path
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
-    for folder, *steps in ((whole, 6), (part, 3, 6)):
-        for count in steps:
-            words = f"train.max_steps={count}", "train.schedule=constant", "train.warmup=0"
-            cfg = settings(folder, foreign, *words)
-            loop.fit(cfg, loaded, data_of(cfg, loaded), QUIET)
+    with patch.object(own_text, "_answer", wraps=own_text._answer) as answer:
+        for folder, *steps in ((whole, 6), (part, 3, 6)):
+            for count in steps:
+                words = f"train.max_steps={count}", "train.schedule=constant", "train.warmup=0"
+                cfg = settings(folder, foreign, *words)
+                loop.fit(cfg, loaded, data_of(cfg, loaded), QUIET)
+    assert answer.call_count == 2, "once per run folder"
     assert logged(part, "own") == logged(whole, "own")
+
+
+def test_stored_answers_are_those_of_the_same_prompts_and_undamaged(
+    loaded: LoadedTarget, foreign: Path, tmp_path: Path
+) -> None:
+    cfg = settings(tmp_path, foreign)
+    run = Trainer(cfg, loaded, data_of(cfg, loaded))
+    run.close()
+    prompts = own_text._prompts(run)
+    new = own_text._stored_or_new(run, loaded, prompts, QUIET)
+    with patch.object(own_text, "_answer", side_effect=AssertionError("generated again")):
+        assert own_text._stored_or_new(run, loaded, prompts, QUIET) == new
+        with pytest.raises(AssertionError, match="generated again"):
+            own_text._stored_or_new(run, loaded, prompts[1:], QUIET)
+    (shard,) = tmp_path.glob("own_text/*/shard-*")
+    shard.write_bytes(shard.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(RunError, match="is damaged"):
+        own_text._stored_or_new(run, loaded, prompts, QUIET)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure as Canvas
 from rich.table import Table as ConsoleTable
 from rich.text import Text
 
@@ -18,20 +19,23 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
 from outrider.conf.schema import to_yaml
+from outrider.eval.compare import read_results
 from outrider.eval.metrics import Record, predicted_speedups, summarise
 from outrider.eval.page import run_files as folders
 from outrider.eval.page.answers import answer_parts
 from outrider.eval.page.build import report
+from outrider.eval.page.comparison import comparison_sections
 from outrider.eval.page.elements import (
     Collapsible,
     Figure,
     Page,
     Part,
     Section,
+    Table,
     from_console_table,
     text_table,
 )
-from outrider.eval.page.figures import are_several, bars, curves, draw
+from outrider.eval.page.figures import LIGHT, are_several, bars, curves, draw, points
 from outrider.eval.page.run_files import RunFiles, answer_rounds, read_run_files
 from outrider.eval.page.write import as_html, as_markdown, code, markdown
 from outrider.eval.plan.surface import FORMAT as PLAN
@@ -344,6 +348,36 @@ def test_missing_measurements_are_listed_with_their_commands(tmp_path: Path) -> 
         assert f"{command} run.dir={run}" in text
     for file in ("metrics.jsonl", "training.json", "manifest.json"):
         assert file in text
+    headings = re.findall("^## (.*)$", (run / "report.md").read_text(), re.MULTILINE)
+    missing, definitions = "Without data", "Definitions of all numbers"
+    assert headings == ["Configuration and fingerprints", missing, definitions]
+
+
+def test_two_points_have_no_line_between_them() -> None:
+    def lines(count: int) -> list[str]:
+        curve = {"loss": [(float(i), float(i)) for i in range(count)]}
+        axes = Canvas().subplots()
+        curves(curve, "step", "nats")(axes, LIGHT)
+        points({"trials": curve["loss"]}, "minutes", "tau", front=curve["loss"])(axes, LIGHT)
+        return [line.get_linestyle() for line in axes.lines]
+
+    assert lines(2) == ["None", "None"]
+    assert lines(3) == ["-", "-"]
+
+
+def test_runs_are_compared_by_drafter_rate_and_draft_time(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    for run, lr in zip(runs, (1e-3, 5e-4), strict=True):
+        write_json(run / "manifest.json", {"config": {"train": {"lr": lr}}})
+    results = [read_results(run) for run in runs]
+    sections = comparison_sections(results, [])
+    figures = {part.title for s in sections for part in s.parts if isinstance(part, Figure)}
+    assert {"tau against draft time", "predicted and decoded tau"} <= figures
+    tables = {part.title: part for s in sections for part in s.parts if isinstance(part, Table)}
+    for title in ("training", "decoding"):
+        assert tables[title].head[:3] == ["run", "drafter", "lr"]
+        cells = [[cell.text for cell in row[:3]] for row in tables[title].rows]
+        assert cells == [["one", "eagle3", "0.001"], ["two", "eagle3", "0.0005"]]
 
 
 def test_report_without_outputs_has_no_intervals(tmp_path: Path) -> None:
@@ -422,7 +456,7 @@ def test_folder_of_runs_gives_a_comparison_page(tmp_path: Path) -> None:
     assert "chain@0: chains decoded at temperature 0" in page.text
     assert page.text.count("seconds of initialisation;") == 1, "the cost legend appears once"
     assert "1.62" not in page.text, "plans belong to one run"
-    assert len([tag for tag, _ in page.tags if tag == "img"]) == 3  # speedup, tau, curves
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 5  # speedup, tau (three), curves
 
 
 def test_reports_without_a_run_have_a_page(tmp_path: Path) -> None:

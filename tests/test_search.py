@@ -108,6 +108,56 @@ def test_base_configuration_runs_first_and_best_is_printed(
     assert (tmp_path / "search.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_best_trial_keeps_its_checkpoints(
+    tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = iter([1.0, 3.0, 2.0])
+
+    def run(_words: dict[str, str], folder: Path, _watch: Any) -> int:
+        (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (folder / "drafter").mkdir()
+        return finish(folder, next(values))
+
+    play(run)
+    run_search(tmp_path, 3)
+    assert [f.parent.name for f in tmp_path.glob("trial-*/checkpoints")] == ["trial-0001"]
+    best = tmp_path / "trial-0001"
+    line = f"its drafter and checkpoints: {best}; outrider eval run.dir={best} measures it"
+    assert line in capsys.readouterr().out.replace("\n", " ")
+    found = json.loads((tmp_path / "search.json").read_text())
+    assert found["importance"] == {}, "of three trials"
+
+
+def test_rate_and_depth_are_drawn_against_tau_where_the_search_varied_them() -> None:
+    def trial(value: float, **more: Any) -> dict[str, Any]:
+        return {"value": value, "params": {"train.lr": 1e-3, "drafter.loss": '["tv"]'}, **more}
+
+    one, other = trial(2.0), trial(1.0)
+    assert search_results.rate_and_depth([one, other], "tau") is None
+    other["params"] = {"train.lr": 2e-3}
+    scatter = search_results.rate_and_depth([one, other], "tau")
+    assert scatter is not None
+    assert scatter.groups == {"trials": [(1e-3, 2.0), (2e-3, 1.0)]}
+    assert (scatter.xlabel, scatter.ylabel, scatter.log) == ("learning rate", "tau", True)
+    one["params"]["drafter.depths"], other["params"]["drafter.depths"] = "2", "4"  # choices
+    one["decoded tau"], other["decoded tau"] = 1.5, 1.25
+    scatter = search_results.rate_and_depth([one, other], "accept_length")
+    assert scatter is not None
+    assert scatter.groups == {"depth 2": [(1e-3, 1.5)], "depth 4": [(2e-3, 1.25)]}
+    assert scatter.ylabel == "decoded tau"
+
+
+def test_the_axis_of_the_picture_is_the_metric_that_was_searched() -> None:
+    drawn = [
+        {"value": 2.0, "params": {}, "seconds": 60.0, "decoded speedup": 1.1},
+        {"value": 3.0, "params": {}, "seconds": 90.0, "decoded speedup": 1.2},
+    ]
+    (axes,) = search_results.draw_search(drawn, {}, "accept_length").axes
+    assert axes.get_ylabel() == "accept_length"
+    assert [tuple(point) for point in axes.collections[0].get_offsets()] == [(1, 2), (1.5, 3)]
+    assert axes.lines[0].get_linestyle() == "None", "no line through two points"
+
+
 def test_compare_shows_a_search(
     tmp_path: Path, play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,7 +346,7 @@ def test_incomplete_log_line_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
-    """Real runs; checkpoints are removed afterwards."""
+    """Real runs; only the best keeps its checkpoints."""
     short = [
         "train.max_steps=6", "train.eval_every=3", "data.max_samples=60", "data.max_length=128",
         "train.batch_tokens=512", "train.quick_eval=false", "drafter.depths=2",
@@ -306,7 +356,9 @@ def test_four_real_trials_two_at_a_time(tmp_path: Path) -> None:
     assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED"}
     best = max(trial.value or 0 for trial in found)
     assert best > 1
-    assert not list(tmp_path.glob("trial-*/checkpoints"))
+    (kept,) = tmp_path.glob("trial-*/checkpoints")
+    (winner,) = search_results.rank_trials(found)[:1]
+    assert kept.parent.name == winner.user_attrs["folder"]
     search_results.show(tmp_path, Console(quiet=True))
 
 

@@ -3,9 +3,12 @@
 Decoding verifies text that the target writes. Others may have written the conversations of a file,
 and acceptance on those then predicts little about decoding. Before training the target therefore
 answers some held-out prompts, greedily and without a drafter. Every held-out evaluation measures
-acceptance on these answers, too, and they choose the best drafter.
+acceptance on these answers, too, and they choose the best drafter. They are stored in
+the run folder, in `own_text/`, by a hash of all that they depend on: a continued run reads them.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,11 +16,13 @@ import torch
 from rich.console import Console
 
 from outrider.conf.quantities import format_count
+from outrider.data.generated_store import GeneratedAnswer, GeneratedStore
 from outrider.data.pack import pack, split_holdout
 from outrider.data.tokenise import Document
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.sampling_params import Sampling
+from outrider.models.formats.native import target_fingerprint
 from outrider.models.target.load import LoadedTarget, stop_ids
 from outrider.train.manifest import read_manifest
 from outrider.train.trainer import Trainer
@@ -40,9 +45,8 @@ def add(run: Trainer, loaded: LoadedTarget, console: Console) -> None:
         return
     answers = torch.zeros(len(prompts), 1 + TOKENS, dtype=torch.float64)  # length, then tokens
     if run.main:
-        with console.status("the target answers held-out prompts"):
-            for row, ids in zip(answers, _answer(loaded, prompts, length), strict=True):
-                row[: 1 + len(ids)] = torch.tensor([len(ids), *ids])
+        for row, ids in zip(answers, _stored_or_new(run, loaded, prompts, console), strict=True):
+            row[: 1 + len(ids)] = torch.tensor([len(ids), *ids])
     rows = run.reduce(answers).long().tolist()  # the other ranks add zeros
     lengths = [row[0] for row in rows]
     pairs = zip(prompts, lengths, rows, strict=True)
@@ -63,6 +67,26 @@ def _prompts(run: Trainer) -> list[list[int]]:
     prompts = [document.ids[: document.answer.argmax()].tolist() for document in held]
     fitting = [ids for ids in prompts if 1 <= len(ids) <= length - LEAST]
     return fitting[:: max(1, len(fitting) // max(1, count))][:count]
+
+
+def _stored_or_new(
+    run: Trainer, loaded: LoadedTarget, prompts: list[list[int]], console: Console
+) -> list[list[int]]:
+    """Return the answers, generated unless the run folder has them; RunError if it is damaged."""
+    target, length = loaded.target, run.config.data.max_length
+    about = {
+        "target": target_fingerprint(target), "dtype": str(target.dtype),
+        "quantise": run.config.target.quantise, "stops": stop_ids(loaded.tokenizer, target),
+        "prompts": prompts, "max_length": length, "max_new_tokens": TOKENS,
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    store = GeneratedStore(run.folder / "own_text" / digest[:16], {"sha256": digest})
+    if not store.shards:
+        with console.status("the target answers held-out prompts"):
+            answers = _answer(loaded, prompts, length)
+        pairs = enumerate(zip(prompts, answers, strict=True))
+        store.add([GeneratedAnswer(i, "", ids + new, len(ids)) for i, (ids, new) in pairs])
+    return [answer.ids[answer.prompt_length :] for answer in store.answers()]
 
 
 def _answer(loaded: LoadedTarget, prompts: list[list[int]], length: int) -> list[list[int]]:

@@ -122,11 +122,11 @@ def as_it_began(config: Config) -> Config:
 
 
 def require_same_settings(config: Config) -> None:
-    """Refuse a setting that changes what a step computes, before anything is loaded.
+    """Refuse settings that change what a step computes, before anything is loaded.
 
     Raises:
-        ConfigError: the run folder has checkpoints of a run with another value of a setting that is
-            not in CHANGEABLE.
+        ConfigError: the run folder has checkpoints of a run with other values of settings that are
+            not in CHANGEABLE. All are named, the drafter first; of another drafter only the name.
     """
     folder = Path(config.run.dir)
     if config.train.resume == "never" or not checkpoint.list_checkpoints(folder / "checkpoints"):
@@ -134,11 +134,20 @@ def require_same_settings(config: Config) -> None:
     # parsed again, because an older file lacks settings, which then have their defaults
     saved = dict(flatten(to_dict(parse(read_saved_config(folder)))))
     values = dict(flatten(mask_values(to_dict(config))))
-    for name in {**values, **saved}:
-        value = values.get(name)
-        if not name.startswith(CHANGEABLE) and saved.get(name) != value:
-            why = f"{folder} holds a run that began with {name} = {saved.get(name)!r}."
-            raise ConfigError(name, value, why, OTHER_FOLDER)
+    names = sorted({**values, **saved}, key=lambda name: not name.startswith("drafter."))
+    other = [
+        name
+        for name in sorted(names, key=lambda name: name != "drafter.name")
+        if not name.startswith(CHANGEABLE) and saved.get(name) != values.get(name)
+    ]
+    if other[:1] == ["drafter.name"]:  # its other keys follow from it
+        other = [name for name in other if name == other[0] or not name.startswith("drafter.")]
+    if other:
+        began = ", ".join(f"{name} = {saved.get(name)!r}" for name in other)
+        why = f"{folder} holds a run that began with {began}."
+        if now := ", ".join(f"{name} = {values.get(name)!r}" for name in other[1:]):
+            why += f" This one has also {now}."
+        raise ConfigError(other[0], values.get(other[0]), why, OTHER_FOLDER)
 
 
 def require_equal_ranks(run: Trainer) -> None:

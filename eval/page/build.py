@@ -21,7 +21,15 @@ from outrider.eval.calibration import calibrate
 from outrider.eval.compare import RunResults
 from outrider.eval.metrics import METRICS
 from outrider.eval.page import acceptance, answers, comparison, plans, speed, sublayers, training
-from outrider.eval.page.elements import Collapsible, Figure, Page, Part, Section, text_table
+from outrider.eval.page.elements import (
+    Collapsible,
+    Figure,
+    Note,
+    Page,
+    Part,
+    Section,
+    text_table,
+)
 from outrider.eval.page.run_files import RunFiles, read_run_files
 from outrider.eval.page.write import write_page
 from outrider.eval.token_origins import TextDecoder
@@ -106,10 +114,29 @@ def _run_page(config: Config, options: ReportConfig, console: Console) -> Page:
         Section(name, heading, sorted(parts(run), key=lambda part: not isinstance(part, Figure)))
         for name, heading, parts in sections
     ]
-    built = [section for section in built if section.parts]
+    built = _gather_empty([section for section in built if section.parts])
     lead = [f"{out}: {r.verdict()}" for out, r in run.reports.items()]
     title = f"{config.drafter.name} on {config.target.path or config.target.name}"
     return _page(title, lead, built, [folder])
+
+
+def _gather_empty(sections: Sequence[Section]) -> list[Section]:
+    """Replace the sections that have only notes by a line with their names; it opens to the notes.
+
+    Their order is kept; the line is the last section.
+    """
+    empty = [one for one in sections if all(isinstance(part, Note) for part in one.parts)]
+    if not empty:
+        return list(sections)
+    notes = [
+        Note(f"{one.title}. {part.text}", part.command)
+        for one in empty
+        for part in one.parts
+        if isinstance(part, Note)
+    ]
+    names = "; ".join(one.title for one in empty)
+    missing = Section("missing", "Without data", [Collapsible(names, notes)])
+    return [*(one for one in sections if one not in empty), missing]
 
 
 def _folder_page(folder: Path) -> Page:

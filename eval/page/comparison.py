@@ -23,9 +23,9 @@ from outrider.eval.page.elements import (
     text_table,
 )
 from outrider.eval.page.figures import are_several, bars, curves, draw, points
-from outrider.eval.page.speed import SPEEDS
+from outrider.eval.page.speed import SPEEDS, draw_predicted_tau
 from outrider.eval.page.training import logged_definitions, metric_series
-from outrider.eval.search_results import SEARCH, pareto_front, short_name
+from outrider.eval.search_results import SEARCH, pareto_front, rate_and_depth, short_name
 from outrider.train.metrics_log import read_log
 
 
@@ -37,18 +37,19 @@ def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError])
     cost, decoding, _ = compare.overview(runs).renderables
     assert isinstance(cost, ConsoleTable), "the first part of an overview is a table"
     assert isinstance(decoding, ConsoleTable), "the second part of an overview is a table"
-    best = "The best of a column is highlighted."
+    best = "Highlighted: the best of a column that ranks the runs."
     definition = f"{compare.DECODING_LEGEND}. {metric_definitions('tau', 'speedup')} {best}"
     speed = from_console_table(decoding, "decoding", definition)
     costs = from_console_table(cost, "training", f"{compare.COST_LEGEND}. {best}")
+    figures = [*_speeds(runs), *_draft_times(runs), *_predicted_tau(runs)]
     sections = [
-        Section("speed", "Speed", [*_speeds(runs), *notes, speed]),
+        Section("speed", "Speed", [*figures, *notes, speed]),
         Section("training", "Cost of training and held-out acceptance", [*_curves(runs), costs]),
     ]
     reports = compare.all_reports(runs)
     if len(reports) <= compare.MAX_FULL_REPORTS:
         names = ("speedup", "tau", "alpha", "overhead", "accept_at", "exact")
-        definition = f"The best of a row is highlighted. {metric_definitions(*names)}"
+        definition = metric_definitions(*names)
         source = compare.report_table(reports)
         table = from_console_table(source, "reports side by side", definition)
         sections.append(Section("reports", "Reports side by side", [table]))
@@ -67,6 +68,36 @@ def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
         if are_several(values):
             paint = bars([run.folder.name for run in runs], values, xlabel, intervals, level)
             yield draw(name, metric_definitions(name, f"{name}_95"), paint)
+
+
+def _draft_times(runs: Sequence[RunResults]) -> Iterable[Part]:
+    """Draw tau over the time of a draft, where times were measured under the same conditions."""
+    groups = dict[str, list[tuple[float, float]]]()
+    for label in compare.timed_alike(runs) if len(runs) > 1 else ():
+        for run in runs:
+            report = compare.newest_report(run, label)
+            if report["tau"] is not None and report["ms"]["draft"] is not None:
+                point = float(report["ms"]["draft"]), float(report["tau"])
+                groups.setdefault(_run_name(run), []).append(point)
+    if len(groups) > 1:
+        what = "A point for every run and decoding; more tokens in less time are better."
+        definition = f"{metric_definitions('tau', 'ms.draft')} {what}"
+        paint = points(groups, "ms to draft, per round", "tau")
+        yield draw("tau against draft time", definition, paint)
+
+
+def _predicted_tau(runs: Sequence[RunResults]) -> Iterable[Part]:
+    """Draw predicted and decoded tau of every report."""
+    return draw_predicted_tau({
+        f"{run.folder.name} {name}": (report["forecast"], report["tau"])
+        for run in runs
+        for name, report in run.reports.items()
+        if report.get("forecast") is not None
+    })  # fmt: skip
+
+
+def _run_name(run: RunResults) -> str:
+    return f"{run.folder.name}: {run.drafter}, lr {run.lr}"
 
 
 def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
@@ -94,6 +125,12 @@ def search_section(folder: Path, name: str) -> Section:
         overrides = map(shlex.quote, [*content["overrides"], *complete[0].get("words", [])])
         parts.append(Note("The best recipe:", f"outrider train {' '.join(overrides)}"))
         parts.append(_cost(complete, metric))
+        if scatter := rate_and_depth(complete, metric):
+            title = f"{scatter.ylabel} against {' and '.join(scatter.settings)}"
+            meaning = logged_definitions(scatter.ylabel) or metric_definitions("tau")
+            definition = f"Every complete trial. {meaning}"
+            paint = points(scatter.groups, scatter.xlabel, scatter.ylabel, log=scatter.log)
+            parts.append(draw(title, definition, paint))
     if importance := dict(sorted(content["importance"].items(), key=lambda item: -item[1])):
         definition = (
             "PED-ANOVA (arXiv:2304.10255): how much the better trials' values of a key differ from "
@@ -113,7 +150,7 @@ def _cost(complete: Sequence[Mapping[str, Any]], metric: str) -> Part:
     costs = [float(trial.get("seconds", 0)) / 60 for trial in complete]
     values = [float(trial["value"]) for trial in complete]
     best = [(costs[i], values[i]) for i in pareto_front(costs, values)]
-    definition = f"minutes of training and {metric}. The line is the Pareto front."
+    definition = f"minutes of training and {metric}. The second colour is the Pareto front."
     trials = {"trials": list(zip(costs, values, strict=True))}
     paint = points(trials, "minutes of training", metric, front=best)
     return draw("value against cost", f"Every complete trial: {definition}", paint)

@@ -25,6 +25,7 @@ from outrider.eval.page.elements import Figure
 SIZE = (4.8, 2.9)  # inches
 LOWEST = 2.2  # inches, of a figure with few bars
 BAR = 0.15  # inches per bar of a group
+LEAST = 3  # points of a line
 MAX_LABEL = 24  # characters
 LEGEND_WIDTH, LEGEND_LABEL = 66, 44  # characters
 INVALID = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -106,6 +107,8 @@ def curves(
 ) -> DrawFn:
     """Return a function that draws lines through points, with `marks` at the points.
 
+    A line has LEAST points or more; fewer are drawn as points.
+
     Args:
         intervals: of every point.
         diagonal: draw the line of equal numbers, from 0 to 1.
@@ -117,9 +120,10 @@ def curves(
             x, y = zip(*points, strict=True)
             colour = theme.lines[i % len(theme.lines)]
             style = "-" if i < len(theme.lines) else "--"
-            mark = "o" if marks or len(points) == 1 else None
+            style = style if len(points) >= LEAST else ""
+            mark = "o" if marks or not style else None
             text = label(name, LEGEND_LABEL)
-            axes.plot(x, y, style, color=colour, marker=mark, ms=4, lw=1.4, label=text)
+            axes.plot(x, y, ls=style, color=colour, marker=mark, ms=4, lw=1.4, label=text)
             for at, interval in _known_intervals(x, intervals, name):
                 axes.plot([at, at], interval, color=colour, lw=1, alpha=0.6)
         if diagonal:
@@ -256,8 +260,15 @@ def points(
     ylabel: str,
     diagonal: bool = False,
     front: Sequence[tuple[float, float]] = (),
+    log: bool = False,
 ) -> DrawFn:
-    """Return a scatter plot of groups of points, with the line `front` and the line x = y."""
+    """Return a scatter plot of groups of points.
+
+    Args:
+        diagonal: draw the line x = y.
+        front: points in the second colour, with a line if there are LEAST or more.
+        log: logarithmic x axis.
+    """
 
     def paint(axes: Any, theme: Theme) -> None:
         for i, (name, members) in enumerate(groups.items()):
@@ -269,7 +280,11 @@ def points(
             ends = [min(numbers), max(numbers)]
             axes.plot(ends, ends, color=theme.text, lw=0.8, ls=":")
         if front:
-            axes.plot(*zip(*front, strict=True), color=theme.lines[1], lw=1.2)
+            style = "-" if len(front) >= LEAST else ""
+            colour = theme.lines[1]
+            axes.plot(*zip(*front, strict=True), ls=style, color=colour, marker="o", ms=5, lw=1.2)
+        if log:
+            axes.set_xscale("log")
         axes.set(xlabel=xlabel, ylabel=ylabel)
         _legend(axes)
 

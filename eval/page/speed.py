@@ -1,10 +1,10 @@
 """Speed sections of a report page: all reports, the time of a round, predicted speedups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from outrider.eval.metrics import ROUND_PARTS, Summary
-from outrider.eval.page.elements import Note, Part, metric_definitions, text_table
-from outrider.eval.page.figures import Interval, are_several, bars, draw, stacked_bars
+from outrider.eval.page.elements import Figure, Note, Part, metric_definitions, text_table
+from outrider.eval.page.figures import Interval, are_several, bars, draw, points, stacked_bars
 from outrider.eval.page.run_files import RunFiles
 from outrider.eval.report import Report, describe_policy, exact_in_a_word, format_number
 
@@ -57,15 +57,32 @@ def time_parts(run: RunFiles) -> Iterator[Part]:
         yield from _predictions(timed)
     else:
         yield no_report_note(run)
+    yield from _predicted_tau(run)
+
+
+def _predicted_tau(run: RunFiles) -> Iterator[Part]:
+    """Yield tau, predicted by teacher forcing on the decoded text, against the decoded one."""
+    known = {out: r for out, r in run.reports.items() if r.forecast is not None}
+    if not known:
+        return
+    title, definition = "tau, measured and predicted", metric_definitions("tau", "forecast")
+    pairs = {out: (r.forecast or 0.0, r.summary.tau) for out, r in known.items()}
+    yield from draw_predicted_tau(pairs)
     rows = [
         [out, str(r.setting["depth"]), format_number(r.summary.tau), format_number(r.forecast)]
-        for out, r in run.reports.items()
-        if r.forecast is not None
+        for out, r in known.items()
     ]
-    if rows:
-        head = ["report", "depth", "measured", "predicted"]
-        definition = metric_definitions("tau", "forecast")
-        yield text_table("tau, measured and predicted", head, rows, definition)
+    yield text_table(title, ["report", "depth", "measured", "predicted"], rows, definition)
+
+
+def draw_predicted_tau(pairs: Mapping[str, tuple[float, float | None]]) -> Iterator[Figure]:
+    """Yield a scatter plot of predicted and decoded tau by name, if there are two or more."""
+    groups = {name: [(tau, own)] for name, (tau, own) in pairs.items() if own is not None}
+    if len(groups) < 2:
+        return
+    paint = points(groups, "predicted tau", "decoded tau", diagonal=True)
+    definition = f"{metric_definitions('tau', 'forecast')} Dotted: where both are equal."
+    yield draw("predicted and decoded tau", definition, paint)
 
 
 def _round_times(timed: dict[str, Report]) -> Iterator[Part]:

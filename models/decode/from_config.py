@@ -1,7 +1,7 @@
 """Sampling, policy and rule of `conf/decode`, and the checks of its settings."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ SHARED = (
     "verify", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p", "repetition_penalty",
     "banned", "draft",
 )  # fmt: skip
+# of `decode`, without effect at temperature 0
+ABOVE_ZERO = ("verify", "draft", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p")
 Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
 
 
@@ -104,6 +106,24 @@ def depth_warning(policy: Policy, drafter: Drafter) -> str:
     return (
         f"decode.depth={policy.levels} is deeper than this drafter can draft: "
         f"drafts end at depth {drafter.max_depth}"
+    )
+
+
+def greedy_warning(decodings: Sequence[DecodeConfig]) -> str:
+    """Return a warning if settings have no effect, since every decoding is greedy; else ""."""
+    default, unused = DecodeConfig(), dict[str, object]()
+    for decode in decodings:
+        if decode.temperature > 0:
+            return ""
+        values = {key: getattr(decode, key) for key in ABOVE_ZERO}
+        unused |= {key: value for key, value in values.items() if value != getattr(default, key)}
+    if not unused:
+        return ""
+    settings = ", ".join(f"decode.{key}={value}" for key, value in unused.items())
+    has = "has" if len(unused) == 1 else "have"
+    return (
+        f"{settings} {has} no effect at temperature 0, where a draft token is accepted if it is "
+        "the target's top-1 token"
     )
 
 

@@ -38,6 +38,8 @@ from outrider.models.target.target import Target
 
 TINY = Path(__file__).parent.parent / "tiny"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# key of transformers: its warning about texts longer than `model_max_length` counts as given
+LONG_TEXT = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 class LoadedTarget(NamedTuple):
@@ -84,6 +86,7 @@ def load_tokenizer(settings: TargetConfig) -> Any:
     weights = locate_weights(settings)[0]
     tokenizer = _from_pretrained("AutoTokenizer", weights, settings)
     with _refusing(weights):
+        tokenizer.deprecation_warnings[LONG_TEXT] = True
         tokenizer.decode(tokenizer("a word", add_special_tokens=False)["input_ids"])  # it works
         has_template = getattr(tokenizer, "chat_template", None) is not None
         if has_template and not isinstance(tokenizer.get_chat_template(), str):
