@@ -314,9 +314,9 @@ def test_drafting_leaves_committed_rows_bitwise(method: str, family: str, module
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budget": 4, "sinks": 4}, "budget = 4: of 4 rows, 4 sinks leave none"),
+        ({"budget": 5, "sinks": 5}, "budget = 5: of 5 rows, 5 sinks leave none"),
         ({"budget": 4, "sinks": 9}, "budget = 4: of 4 rows, 9 sinks leave none"),
-        ({"method": "snapkv", "budget": 32}, "budget = 32: of 32 rows, a window of 32"),
+        ({"method": "snapkv", "budget": 9, "window": 9}, "budget = 9: of 9 rows, a window of 9"),
         ({"method": "h2o"}, "method = h2o: use streaming or snapkv"),
         ({"pool": 4}, "pool = 4"),
         ({"budget": 0}, "drafter.budget"),
