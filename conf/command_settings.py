@@ -9,8 +9,7 @@ from typing import Any, Literal
 from outrider.conf.clusters import ClusterConfig
 from outrider.conf.compose import compose, to_container
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import from_dict, option
-from outrider.conf.schema import DEPTHS, NODES, TOKENS
+from outrider.conf.fields import DEPTHS, NODES, TOKENS, from_dict, option
 from outrider.conf.sweeps import SweepConfig
 
 COUNT = "[1, inf)"

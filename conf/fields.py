@@ -19,6 +19,15 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from outrider.conf.errors import ConfigError
 
+# intervals of `option`
+COUNT = "[1, inf)"
+COUNT0 = "[0, inf)"
+TOKENS = "[1, 4194304]"  # of a row, an answer or a cache
+DEPTHS = "[1, 1024]"  # draft tokens along one path; also of layers and heads
+WIDTH = "[1, 65536]"  # of hidden states and attention heads
+NODES = "[1, 4096]"  # of a tree: its attention mask has their square
+PROBABILITY = "[0, 1]"
+
 T = TypeVar("T")
 LARGEST = 1e9  # of a number whose interval has no other end
 MAX_TEXT, MAX_LIST, MAX_DEPTH = 4096, 4096, 16  # characters; entries; lists inside lists

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.conf.fields import option
-from outrider.conf.schema import TOKENS, UntrainedConfig
+from outrider.conf.fields import TOKENS, option
+from outrider.conf.schema import UntrainedConfig
 
 COUNT = "[1, 65536]"
 

@@ -20,15 +20,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict
-from outrider.conf.schema import (
-    Config,
-    DecodeConfig,
-    DrafterSettings,
-    TargetConfig,
-    UntrainedConfig,
-)
+from outrider.conf.schema import Config, DrafterSettings, TargetConfig, UntrainedConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder

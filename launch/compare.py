@@ -9,9 +9,10 @@ from rich.text import Text
 
 from outrider.conf.console import Console
 from outrider.eval import compare as tables
-from outrider.eval.compare import RunResults, decoding_label
+from outrider.eval.compare import decoding_label
 from outrider.eval.report import exact_in_a_word, format_number
 from outrider.eval.report_tables import explain_metrics, narrow_table
+from outrider.eval.run_results import RunResults, all_reports, load_runs
 
 MOST_ROWS = 8  # reports that are printed without --explain
 MOST_CHARACTERS = 150  # of the ranking, and of a warning
@@ -24,7 +25,7 @@ def compare(words: list[str], explain: bool = False) -> int:
         explain: print every table and the definitions, too.
     """
     paths = [Path(word) for word in words if not word.startswith("to=")]
-    runs, without, searches = tables.load_runs(paths)
+    runs, without, searches = load_runs(paths)
     console = Console()
     for path in searches:
         from outrider.eval.search_results import show  # imports Optuna
@@ -61,7 +62,7 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
         console.print(f"{_common(rows)}{hidden}{more}")
         return
     console.print(tables.overview(runs))
-    console.print(tables.side_by_side(tables.all_reports(runs)))
+    console.print(tables.side_by_side(all_reports(runs)))
     explain_metrics(console)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from outrider.conf.command_settings import ServeConfig
-from outrider.conf.schema import DecodeConfig
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.eval.decoder import Decoder
 from outrider.eval.serve.command import listen
 from outrider.eval.serve.server import Server

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.conf.compose import compose
 from outrider.conf.console import Console
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import RunError
 from outrider.conf.json_shapes import read_rows
-from outrider.conf.schema import Config, DecodeConfig, to_yaml
+from outrider.conf.schema import Config, to_yaml
 from outrider.data.conversations import Message, Prompt
 from outrider.data.pack import Rows
 from outrider.data.tokenise import prompt_ids

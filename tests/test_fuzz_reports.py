@@ -22,13 +22,15 @@ from omegaconf import OmegaConf
 
 from outrider.conf.command_settings import PublishConfig, ReportConfig
 from outrider.conf.console import Console
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError, RunError, exit_on_error
-from outrider.conf.schema import Config, DecodeConfig
+from outrider.conf.schema import Config
 from outrider.eval import compare, metrics, rank_tables, search_results
 from outrider.eval.page import build, comparison, figures, run_files
 from outrider.eval.page.elements import Listing, Page, Section
 from outrider.eval.page.write import as_html, as_markdown
 from outrider.eval.publish import card, verify_folder
+from outrider.eval.run_results import all_reports, load_runs
 from outrider.launch.cli import main
 from outrider.models.decode.from_config import policy_of
 from outrider.models.target.load import load_tokenizer
@@ -83,12 +85,12 @@ def show_page(run: Run) -> None:
 
 def show_tables(run: Run) -> None:
     console = Console(file=io.StringIO(), width=160)
-    runs, *_ = compare.load_runs([run.folder])
+    runs, *_ = load_runs([run.folder])
     if repr(runs) in PRINTED:
         return
     for shown in (compare.overview(runs), *compare.warnings(runs)):
         console.print(shown)
-    console.print(compare.side_by_side(compare.all_reports(runs)))
+    console.print(compare.side_by_side(all_reports(runs)))
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
     PRINTED.add(repr(runs))
 
@@ -144,7 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         # to read the whole file in every example takes more time than all else
         saved = OmegaConf.create({"drafter": {"name": config.drafter.name}})
         patch.setattr(run_files, "read_saved_config", lambda _folder: saved)
-        patch.setattr(search_results, "_plot", lambda *_: b"")
+        patch.setattr(search_results, "png", lambda _figure: b"")
         patch.setattr(card, "target_fingerprint", lambda _target: "0123")
         patch.setattr(card, "fingerprint", lambda _tensors: "d")
         patch.setattr(card, "Environment", once(Environment))  # which holds compiled templates

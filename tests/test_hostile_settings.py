@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from outrider.conf.command_settings import VERB_GROUPS, ReportConfig
 from outrider.conf.compose import compose, default_values, flatten, to_container
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError, exit_on_error
 from outrider.conf.fields import LARGEST, MAX_TEXT, from_dict, leaf_fields
-from outrider.conf.schema import GROUPS, DecodeConfig, TargetConfig
+from outrider.conf.schema import GROUPS, TargetConfig
 from outrider.launch import cli
 from outrider.launch.verbs import BENCHES
 from outrider.models import drafters

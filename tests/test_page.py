@@ -19,7 +19,6 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import write_json
 from outrider.conf.schema import to_yaml
-from outrider.eval.compare import read_results
 from outrider.eval.metrics import Record, predicted_speedups, summarise
 from outrider.eval.page import run_files as folders
 from outrider.eval.page.answers import answer_parts
@@ -40,6 +39,7 @@ from outrider.eval.page.run_files import RunFiles, answer_rounds, read_run_files
 from outrider.eval.page.write import as_html, as_markdown, code, markdown
 from outrider.eval.plan.surface import FORMAT as PLAN
 from outrider.eval.report import Report, load, save
+from outrider.eval.run_results import read_results
 from outrider.launch.cli import main
 from outrider.launch.compare import compare
 from outrider.models.decode.round_times import RoundTimes

@@ -11,15 +11,7 @@ from rich.console import Console
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
-from outrider.eval.compare import (
-    all_reports,
-    decoding_label,
-    overview,
-    ranking,
-    read_results,
-    report_table,
-    warnings,
-)
+from outrider.eval.compare import decoding_label, overview, ranking, report_table, warnings
 from outrider.eval.metrics import METRICS, Record, predicted_speedups, summarise
 from outrider.eval.page.acceptance import acceptance_parts
 from outrider.eval.page.elements import Collapsible, Figure
@@ -28,6 +20,7 @@ from outrider.eval.page.speed import speed_parts
 from outrider.eval.page.training import cost_parts
 from outrider.eval.report import Mismatch, Report, load, save
 from outrider.eval.report_tables import explain_metrics, show, show_and_save, show_grid
+from outrider.eval.run_results import all_reports, read_results
 from outrider.launch.compare import compare
 from outrider.models.decode.round_times import RoundTimes
 

@@ -16,9 +16,7 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.conf.shown_text import for_terminal
-from outrider.eval import compare
 from outrider.eval.calibration import calibrate
-from outrider.eval.compare import RunResults
 from outrider.eval.metrics import METRICS
 from outrider.eval.page import acceptance, answers, comparison, plans, speed, sublayers, training
 from outrider.eval.page.elements import (
@@ -32,12 +30,13 @@ from outrider.eval.page.elements import (
 )
 from outrider.eval.page.run_files import RunFiles, read_run_files
 from outrider.eval.page.write import write_page
+from outrider.eval.run_results import STUDY, RunResults, load_runs
 from outrider.eval.token_origins import TextDecoder
 from outrider.models.target.load import load_tokenizer
 from outrider.train.metrics_log import METRICS as LOGGED
 from outrider.train.settings import load_run
 
-SEARCH_FILES = ("search.json", compare.STUDY)
+SEARCH_FILES = ("search.json", STUDY)
 
 
 def report(folder: Path, options: ReportConfig, overrides: Sequence[str]) -> int:
@@ -151,7 +150,7 @@ def _folder_page(folder: Path) -> Page:
     if not places:
         message = f"{folder} holds no run, no search and no folder of a run."
         raise RunError(message, "Give run.dir=runs/<name>, or the folder that contains runs.")
-    runs, without, _ = compare.load_runs(sorted(places))
+    runs, without, _ = load_runs(sorted(places))
     sections = comparison.comparison_sections(runs, without)
     title = f"{len(runs)} runs compared" if places != {folder} else "reports"
     return _page(f"{folder.name}: {title}", [], sections, [folder])

@@ -13,7 +13,7 @@ from rich.table import Table as ConsoleTable
 from outrider.conf.errors import RunError
 from outrider.conf.json_shapes import read_object
 from outrider.eval import compare
-from outrider.eval.compare import RunResults, decoding_label
+from outrider.eval.compare import decoding_label
 from outrider.eval.page.elements import (
     Note,
     Part,
@@ -25,6 +25,7 @@ from outrider.eval.page.elements import (
 from outrider.eval.page.figures import are_several, bars, curves, draw, points
 from outrider.eval.page.speed import SPEEDS, draw_predicted_tau
 from outrider.eval.page.training import logged_definitions, metric_series
+from outrider.eval.run_results import RunResults, all_reports
 from outrider.eval.search_results import SEARCH, pareto_front, rate_and_depth, short_name
 from outrider.train.metrics_log import read_log
 
@@ -46,7 +47,7 @@ def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError])
         Section("speed", "Speed", [*figures, *notes, speed]),
         Section("training", "Cost of training and held-out acceptance", [*_curves(runs), costs]),
     ]
-    reports = compare.all_reports(runs)
+    reports = all_reports(runs)
     if len(reports) <= compare.MAX_FULL_REPORTS:
         names = ("speedup", "tau", "alpha", "overhead", "accept_at", "exact")
         definition = metric_definitions(*names)

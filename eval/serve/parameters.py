@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import from_dict, option
-from outrider.conf.schema import COUNT, COUNT0, PROBABILITY, TOKENS
+from outrider.conf.fields import COUNT, COUNT0, PROBABILITY, TOKENS, from_dict, option
 from outrider.data.conversations import Message
 from outrider.data.tool_calls import HALF_PAIR
 from outrider.eval.requests import Prompt

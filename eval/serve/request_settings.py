@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from outrider.conf.schema import DecodeConfig
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.eval.requests import GenerationSettings
 from outrider.eval.serve.parameters import Parameters
 from outrider.models.decode.from_config import Tables, check_decode, policy_of, rule_of, sampling_of

@@ -18,8 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.conf.command_settings import ServeConfig
 from outrider.conf.console import Console
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import RunError
-from outrider.conf.schema import DecodeConfig
 from outrider.eval.chat import progress_text
 from outrider.eval.decoder import Decoder
 from outrider.eval.serve.api import Service, application

@@ -7,9 +7,9 @@ slot at once; prompts of one length that start together are read in one forward.
 every tree is only the root, which is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
-drafter state, and padding is masked. The exception is a drafter that learns from finished answers
-(`Drafter.finish`): what it drafts decides how random numbers are used, so that a seed's sampled
-answer depends on the answers before it, and its distribution does not.
+drafter state, and padding is masked. With a drafter that learns from finished answers
+(`Drafter.finish`), a seed's sampled answer depends on the answers before it: drafts decide how
+random numbers are used. Its distribution does not.
 
 Shape letters: B requests, N nodes, V tokens.
 """
@@ -92,8 +92,6 @@ class Engine:
         verifier = verifier_class(sampling, rule)
         self.verifier = verifier(target, sampling, rule, policy, all_scores=keep_gaps)
         self.generator = Random(seed)
-
-    # ---- entry points ----
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Output:
         """Return one answer; its random numbers continue the stream of the previous call."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import choices, compose, to_container
+from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
-from outrider.conf.schema import Config, DecodeConfig, EvalConfig, UntrainedConfig
+from outrider.conf.schema import Config, EvalConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.dynamic_tree import DynamicTree

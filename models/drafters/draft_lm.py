@@ -30,16 +30,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import (
-    DEPTHS,
-    PROBABILITY,
-    TOKENS,
-    WIDTH,
-    DrafterConfig,
-    LaunchConfig,
-    TargetConfig,
-)
+from outrider.conf.fields import DEPTHS, PROBABILITY, TOKENS, WIDTH, option
+from outrider.conf.schema import DrafterConfig, LaunchConfig, TargetConfig
 from outrider.models.cache.attention_masks import document_mask, extend_ancestor_mask
 from outrider.models.cache.state_cache import PromptRows, StateCache
 from outrider.models.drafting.causal_lm import (

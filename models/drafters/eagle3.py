@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.conf.automatic import adjust
-from outrider.conf.fields import option
-from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
+from outrider.conf.fields import COUNT, DEPTHS, option
+from outrider.conf.schema import DrafterConfig
 from outrider.models.drafting import closed_form_init
 from outrider.models.drafting.layers import DecoderLayer, Norm, init_linear_weights
 from outrider.models.drafting.self_feeding import SelfFeeding

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.conf.fields import option
-from outrider.conf.schema import DEPTHS
+from outrider.conf.fields import DEPTHS, option
 from outrider.models.drafters import eagle
 
 

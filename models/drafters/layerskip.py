@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import DEPTHS, PROBABILITY, DrafterConfig, LaunchConfig, TargetConfig
+from outrider.conf.fields import DEPTHS, PROBABILITY, option
+from outrider.conf.schema import DrafterConfig, LaunchConfig, TargetConfig
 from outrider.models.drafting.drafter import target_head_logits
 from outrider.models.drafting.early_exit import EarlyExit, check_exit
 from outrider.models.drafting.vocab import DraftVocab

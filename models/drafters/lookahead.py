@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import COUNT0, UntrainedConfig
+from outrider.conf.fields import COUNT0, option
+from outrider.conf.schema import UntrainedConfig
 from outrider.models.argmax import first_argmax
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import COUNT, DEPTHS, DrafterConfig
+from outrider.conf.fields import COUNT, DEPTHS, option
+from outrider.conf.schema import DrafterConfig
 from outrider.models.cache.attention_masks import document_mask
 from outrider.models.drafting import closed_form_init
 from outrider.models.drafting.drafter import BatchDrafter, LevelIds, State, target_head_logits

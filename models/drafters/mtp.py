@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.fields import option
+from outrider.conf.fields import DEPTHS, option
 from outrider.conf.quantities import format_count
-from outrider.conf.schema import DEPTHS, DrafterConfig
+from outrider.conf.schema import DrafterConfig
 from outrider.models.drafting import closed_form_init
 from outrider.models.drafting.drafter import BatchDrafter, LevelIds, State, target_head_logits
 from outrider.models.drafting.layers import init_linear_weights

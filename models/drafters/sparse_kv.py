@@ -36,8 +36,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import TOKENS, UntrainedConfig
+from outrider.conf.fields import TOKENS, option
+from outrider.conf.schema import UntrainedConfig
 from outrider.models.cache.attention_masks import branch_mask
 from outrider.models.cache.budget_view import BudgetView, Front, Rows
 from outrider.models.cache.kv_cache import KVCache

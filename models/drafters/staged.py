@@ -36,8 +36,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import NODES
+from outrider.conf.fields import NODES, option
 from outrider.models.drafters import _inner, draft_lm
 from outrider.models.drafters.draft_lm import DraftLm, DraftLmState
 from outrider.models.drafting.drafter import Drafter, LevelIds, State

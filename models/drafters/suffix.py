@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.conf.fields import option
-from outrider.conf.schema import PROBABILITY, UntrainedConfig
+from outrider.conf.fields import PROBABILITY, option
+from outrider.conf.schema import UntrainedConfig
 from outrider.models.drafting.answer_file import read_answers, write_answers
 from outrider.models.drafting.lookup import Draft, LookupDrafter, TextIndex
 from outrider.models.drafting.suffix_trie import Appended, Candidate, Place, SuffixTrie

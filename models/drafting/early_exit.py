@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
-from outrider.conf.schema import DEPTHS, DrafterConfig
+from outrider.conf.fields import DEPTHS, option
+from outrider.conf.schema import DrafterConfig
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache
 from outrider.models.drafting.drafter import TargetInput
