@@ -2,7 +2,7 @@ r"""Token spans of the answers in the text that a chat template renders.
 
 Cases:
 
-1. A template with `{% generation %}` blocks marks the answers itself.
+1. A template with `{% generation %}` blocks marks the answers itself (generation_blocks.py).
 2. Otherwise the conversation up to an answer (generation prompt included) and the conversation up
    to its end are rendered. Both must be prefixes of the whole in tokens; the answer is between.
 3. A template that rewrites earlier turns (it removes their thinking, for instance) breaks 2. Then
@@ -41,6 +41,7 @@ from typing import TypeAlias
 
 from outrider.conf.errors import RunError
 from outrider.data.conversations import Message
+from outrider.data.generation_blocks import generation_blocks
 from outrider.data.rendered_text import (
     MARK,
     AnswerNotFound,
@@ -56,7 +57,6 @@ from outrider.models.target import chat_template
 Span: TypeAlias = tuple[int, int]  # start, end (exclusive)
 WINDOW, MARGIN = 8, 2  # answers of a window, and further ones on either side of them
 MANY, MOST = 64, 500  # answers from which on windows are used; and that prefixes can find
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them out of text
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class ChatTemplate(RenderedText):
         text = self.text(messages)
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
         turns = turns[-1:] if last_only else turns
-        characters, rewritten = self.generation_blocks(messages, text), 0
-        if characters is not None and any(map(has_thought, messages)):  # blocks do not tell
+        characters, rewritten = generation_blocks(self, messages, text, last_only=last_only), 0
+        marked = characters is not None
+        if marked and (len(turns) < MANY or any(map(has_thought, messages))):  # blocks do not tell
             rewritten = sum(not self.continues(messages, turn, text) for turn in turns)
         if characters is None and len(turns) >= MANY and getattr(self.tokenizer, "is_fast", False):
             characters, rewritten = self.spans_in_windows(messages, turns, text)
@@ -141,34 +142,15 @@ class ChatTemplate(RenderedText):
             self.on_turn(in_window[-1] + 1)
         return spans, rewritten
 
-    def generation_blocks(self, messages: list[Message], text: str) -> list[Span] | None:
-        """Return the characters inside `{% generation %}`; None for a template without such blocks.
-
-        Each block is replaced by a filter that puts OPEN before it and CLOSE after it. A filter is
-        a block too, so Jinja trims white space as before. (transformers' assistant mask runs on to
-        the end of the conversation when the last character of a block belongs to no token, and so
-        marks the next question.)
-        """
-        wrap = f"filter reverse|replace('','{CLOSE}',1)|reverse|replace('','{OPEN}',1)"
-        tag = r"(\{%%[-+]?\s*)%s(\s*[-+]?%%\})"
-        template = self.tokenizer.get_chat_template(tools=self.tools)
-        tagged, blocks = re.subn(tag % "generation", rf"\g<1>{wrap}\g<2>", template)
-        if not blocks:
-            return None
-        tagged = re.sub(tag % "endgeneration", r"\g<1>endfilter\g<2>", tagged)
-        spans, plain, start = list[Span](), "", 0
-        for piece in re.split(f"([{OPEN}{CLOSE}])", self.text(messages, chat_template=tagged)):
-            if piece == OPEN:
-                start = len(plain)
-            elif piece == CLOSE:
-                spans.append((start, len(plain)))
-            else:
-                plain += piece
-        return spans if plain == text else None
-
     def continues(self, messages: list[Message], turn: int, text: str) -> bool:
-        """Return whether the whole continues the text before an answer and that up to its end."""
-        return all(map(text.startswith, self.prefixes(messages, turn)))
+        """Return whether the whole continues the text before an answer and that up to its end.
+
+        Raises ClosedThought as `require_open_thought` does.
+        """
+        before, after = self.prefixes(messages, turn)
+        if not text.startswith(before):
+            self.require_open_thought(messages, turn, before, text)
+        return text.startswith(before) and text.startswith(after)
 
     def prefixes(self, messages: list[Message], turn: int) -> tuple[str, str]:
         """Return the text up to an answer, generation prompt included, and up to its end."""

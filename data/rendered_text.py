@@ -113,9 +113,9 @@ class RenderedText:
             fix = "Use another chat template, or correct the one of target.path"
         raise conversation_error(messages, reason, fix)
 
-    def text_or_none(self, messages: Sequence[Message]) -> str | None:
+    def text_or_none(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
         try:
-            return self.text(messages)
+            return self.text(messages, prompt=prompt)
         except ConversationError:
             return None
 

@@ -87,8 +87,9 @@ def render(
         ids, spans, rewritten = chat.answers(list(messages), last_only)
     else:
         ids, spans, rewritten = *plain_answer_spans(tokenizer, messages), 0
+        spans = spans[-1:] if last_only else spans
     answer = [False] * len(ids)
-    for start, end in spans[-1:] if last_only else spans:
+    for start, end in spans:
         answer[start:end] = [True] * (end - start)
     if True not in answer:
         fix = "Remove it, or give it an answer"
@@ -291,11 +292,6 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message | str]) -> list[
     if getattr(tokenizer, "chat_template", None):
         return render_prompt(tokenizer, turns, prompt=True)[1]
     return [token for piece, _ in plain_pieces(tokenizer, turns) for token in piece]
-
-
-def _as_message(index: int, turn: Message | str) -> Message:
-    role = ("user", "assistant")[index % 2]
-    return Message(role=role, content=turn) if isinstance(turn, str) else turn
 
 
 def render_prompt(

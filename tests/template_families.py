@@ -58,6 +58,11 @@ PUBLISHED = {
     "nemotron_3": Family("nemotron_3_nano", ("<|im_end|>",), thought="reasoning_content"),
     "phi3": Family("phi3", ("<|end|>", "<|endoftext|>")),
     "cohere": Family("cohere", ("<|END_OF_TURN_TOKEN|>",)),
+    # with {% generation %} blocks, which begin in the prompt or go on behind the stop token
+    "deepseek_v3_blocks": Family("deepseekv3_training", (DS,)),
+    "gpt_oss_blocks": Family("gptoss_training", ("<|return|>", "<|call|>"), thought="thinking"),
+    "phi3_blocks": Family("phi3_training", ("<|end|>", "<|endoftext|>")),
+    "qwen2_5_blocks": Family("qwen2_5_training", ("<|im_end|>", "<|endoftext|>")),
 }  # fmt: skip
 
 SMALL = {
