@@ -71,6 +71,10 @@ class ChatTemplate(RenderedText):
         With `last_only` only the last one is searched.
         """
         text = self.text(messages)
+        if not self.forms.text:
+            reason = "loses the text of its answers in the chat template"
+            fix = "Use a chat template that takes content as text, not as a list of parts alone"
+            raise conversation_error(messages, reason, fix)
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
         turns = turns[-1:] if last_only else turns
         characters, rewritten = generation_blocks(self, messages, text, last_only=last_only), 0

@@ -42,6 +42,7 @@ class TemplateForms:
         text_arguments: arguments are JSON text, not an object.
         short_ids: ids of calls have 9 letters and digits (Mistral).
         tools: tools are rendered.
+        text: content that is text is rendered; templates of image models may take parts alone.
     """
 
     thought: str | None = None
@@ -50,6 +51,7 @@ class TemplateForms:
     text_arguments: bool = False
     short_ids: bool = False
     tools: bool = False
+    text: bool = True
 
     def turn(self, message: Message) -> dict[str, Any]:
         """Return a turn as the template takes it."""
@@ -100,8 +102,8 @@ def _template_forms(tokenizer: Any, template: str) -> TemplateForms:
             return ""
 
     answer = {"role": "assistant", "content": CONTENT}
-    if CONTENT not in render(answer):
-        return TemplateForms()  # it fails: 20 more attempts would each take the time limit
+    if CONTENT not in (text := render(answer)):
+        return TemplateForms(text=not text)  # if it fails, 20 more would each take the time limit
     tagged = render({**answer, "content": _tagged(THOUGHT, CONTENT)})
     calls = next(_call_forms(render), TemplateForms())
     return TemplateForms(

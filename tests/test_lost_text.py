@@ -106,3 +106,15 @@ def test_text_of_which_nothing_is_rendered_is_an_error_with_its_reason(tmp_path:
 
 def test_plain_text_has_no_note(tmp_path: Path) -> None:
     assert report("qwen2_5", [QUESTION, FINAL], tmp_path=tmp_path) == ""
+
+
+def test_a_template_that_takes_content_as_parts_alone_is_refused() -> None:
+    """As of SmolVLM: text is iterated by letters, and an answer would be its end token alone."""
+    tokenizer = copy.deepcopy(coder("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    with pytest.raises(ConversationError, match="loses the text of its answers"):
+        render_all(tokenizer, [[QUESTION, FINAL]], max_length=999)
