@@ -226,7 +226,7 @@ def default_values(root: str) -> Mapping[str, Any]:
     if not group or "defaults" in values:
         values = to_container(compose([], root), resolve=False)
     else:  # composing takes ten times as long, and would change nothing
-        values = {group: values}
+        values = {group.replace("/", "."): values}
     return MappingProxyType(dict(flatten(values)))
 
 
