@@ -86,12 +86,22 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(
     rest = {names[p] for group in groups if not group["matrix"] for p in group["params"]}
     shapes = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
     assert matrices | rest == shapes.keys()
-    rows = {len(run.drafter.vocab), loaded.target.vocab_size}
-    assert any(shapes[name][0] in rows for name in rest), "its head"
-    assert matrices == {n for n, size in shapes.items() if len(size) == 2 and size[0] not in rows}
+    assert rest == {"lm_head.weight", *(n for n, size in shapes.items() if len(size) == 1)}
     assert {group["lr_factor"] for group in groups if group["matrix"]} == {2.0}
     assert {group["lr_factor"] for group in groups if not group["matrix"]} == {1.0}
     assert all(g["weight_decay"] == 0.1 * (g["params"][0].ndim > 1) for g in groups)
+
+
+def test_a_hidden_matrix_may_have_as_many_rows_as_the_draft_vocabulary(
+    loaded: LoadedTarget, made: TrainingData, tmp_path: Path
+) -> None:
+    """As at 8192 tokens for a target of 8192 hidden states: only the head is AdamW's."""
+    size = loaded.target.shape().hidden
+    words = "train.optimizer=muon", f"drafter.draft_vocab_size={size}"
+    run = Trainer(config(tmp_path, *words), loaded, made)
+    names = {p: name for name, p in run.drafter.named_parameters()}
+    rest = [p for g in run.optimizer.param_groups if not g["matrix"] for p in g["params"]]
+    assert [names[p] for p in rest if p.ndim > 1] == ["lm_head.weight"]
 
 
 def test_an_optimizer_of_ones_own_is_chosen_by_its_name(

@@ -173,11 +173,13 @@ def state_numbers(drafter: Drafter, train: TrainConfig) -> int:
 def _trained(drafter: Drafter) -> list[tuple[str, nn.Parameter, bool]]:
     """Return the trained parameters: name, parameter, and whether it is a hidden matrix.
 
-    Hidden matrices neither read nor write the vocabulary: no embeddings and no heads.
+    Hidden matrices neither read nor write the vocabulary: no embeddings and no heads. The number of
+    rows alone does not tell: hidden states and draft vocabularies often have 8192.
     """
-    sizes = len(drafter.vocab), drafter.vocab.t2d.numel()  # rows of an embedding or a head
+    sizes = len(drafter.vocab), drafter.vocab.t2d.numel()  # rows of a head
+    tables = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
     return [
-        (name, p, p.ndim == 2 and len(p) not in sizes)
+        (name, p, p.ndim == 2 and id(p) not in tables and not ("head" in name and len(p) in sizes))
         for name, p in drafter.named_parameters()
         if p.requires_grad
     ]
