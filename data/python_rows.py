@@ -8,6 +8,7 @@ read only once are enough, and other rows are another `data.path`.
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -50,7 +51,8 @@ def with_rows(
 def write_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[Path, int]:
     """Write rows to a file of the cache; return it and their number."""
     folder, digest, count, size = cache_home() / "rows", hashlib.sha256(), 0, 0
-    temporary = folder / f".rows.{os.getpid()}.tmp"
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"  # ranks in containers have equal ids
+    temporary = folder / f".rows.{unique}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary(folder, "rows", time.time() - DAY)

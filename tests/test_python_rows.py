@@ -62,6 +62,19 @@ def test_rows_that_can_be_read_once_are_a_text_that_can_be_read_again(cache: Pat
     assert with_rows(config_of(), once(4), silent).data.path != config.data.path
 
 
+def test_processes_of_one_number_write_files_of_their_own(cache: Path) -> None:
+    """Ranks in containers that share a cache often have the same process number."""
+
+    def during() -> Iterator[dict[str, Any]]:
+        yield {"messages": DIALOGUE}
+        with_rows(config_of(), once(), silent)
+        yield {"messages": DIALOGUE}
+
+    config = with_rows(config_of(), during(), silent)
+    assert conversations(config) == [DIALOGUE] * 2
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_a_dataset_is_read_with_columns_of_its_own() -> None:
     dataset = Dataset.from_list([{"dialogue": DIALOGUE, "day": date(2026, 1, 2)}] * 2)
     for rows in (dataset, dataset.to_iterable_dataset(), dataset.with_format("numpy")):
