@@ -121,8 +121,9 @@ class Eagle(SelfFeeding):
             why = f"{cfg.warm_start} holds no eagle or hass drafter of hidden size {shape.hidden}."
             raise RunError(why, WARM_START)
         own = opened.config.get("drafter")  # of Outrider's own format
-        for name in ("bias", "activation") if isinstance(own, dict) else ():
-            if (theirs := own.get(name)) not in (None, getattr(cfg, name)):
+        stored = own if isinstance(own, dict) else {}
+        for name in ("bias", "activation"):
+            if (theirs := stored.get(name)) not in (None, getattr(cfg, name)):
                 value = str(theirs).lower()
                 raise RunError(
                     f"{cfg.warm_start} holds a drafter whose weights do not fit {cfg.name}.",
