@@ -17,6 +17,7 @@ from outrider.conf.shown_text import escape_library_output, for_terminal
 from outrider.launch.verbs import BENCHES, DECODING, VERBS, Verb
 
 Config = Any  # conf.schema.Config, whose import help does not wait for
+MODELS = ("drafter", "target")  # words of verbs that need no run, besides those of their root
 # group of a verb -> the verb; its own keys are taken before the others are checked
 OWNERS = {verb.group: name for name, verb in VERBS.items() if verb.group} | {"sweep": "train -m"}
 
@@ -196,16 +197,17 @@ def _refuse_unused(name: str, overrides: list[str]) -> None:
     from outrider.conf.fields import leaf_fields, unknown_key
 
     verb = VERBS[name]
+    known = (*known_keys(verb.root), *(MODELS if name in DECODING else ()))
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if owner := OWNERS.get(key.partition(".")[0]):
             why = f"{name} does not use this key."
             raise ConfigError(key, value, why, f"It belongs to outrider {owner}: leave it out.")
-        is_own = verb.group and "." not in key and key not in known_keys(verb.root)
+        is_own = verb.group and "." not in key and key not in known
         if verb.uses_key(key) and not is_own:
             continue
-        if key not in known_keys(verb.root) and not value.startswith("{"):
-            used = filter(verb.uses_key, known_keys(verb.root))
+        if key not in known and not value.startswith("{"):
+            used = filter(verb.uses_key, known)
             own = leaf_fields(VERB_GROUPS[verb.group], verb.group) if verb.group else ()
             raise unknown_key(key, value, [*verb.shorthand, *(key for key, *_ in own), *used])
         fix = f"Leave it out: outrider {name} --help all lists its keys."

@@ -18,6 +18,7 @@ from outrider.conf.fields import check_interval, convert, from_dict, option
 from outrider.conf.schema import GROUPS, Config, GenerateConfig, to_yaml
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings
+from outrider.models.decode.sampling_params import Sampling
 from outrider.train.settings import DRAFTERS, check_files, is_untrained, load_run, parse
 
 ALL_CHOICES = [
@@ -472,6 +473,17 @@ def test_settings_of_decode_apply_to_the_entries_of_a_grid(
         written = OmegaConf.create(to_yaml(one))
         assert isinstance(written, DictConfig)
         assert parse(written).decode.depth == config.decode.depth
+
+
+def test_every_sampling_setting_applies_to_all_entries_of_a_grid() -> None:
+    changed: dict[str, Any] = {
+        "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "banned": (3,),
+        "presence_penalty": 0.5, "frequency_penalty": 0.25,
+    }  # fmt: skip
+    assert {"temperature", *changed} == {*Sampling._fields}
+    words = [f"decode.{n}={[*v] if n == 'banned' else v}" for n, v in changed.items()]
+    for _, decode in decodings(parse(compose([GRID, *words]))):
+        assert {name: getattr(decode, name) for name in changed} == changed
 
 
 def test_recipes_measure_at_their_own_depth() -> None:

@@ -222,6 +222,19 @@ def test_warm_start_with_another_bias_names_the_key(
         eagle(target, "hass", bias=not bias, warm_start=str(tmp_path)).initialise(target, [])
 
 
+def test_warm_start_with_another_activation_names_the_key(target: Target, tmp_path: Path) -> None:
+    """Weights fit both; the network would be another one."""
+    before = eagle(target, activation="gelu", bias=False)
+    native.save(before, tmp_path, target, before.cfg, {})
+    after = eagle(target, "hass", bias=False, warm_start=str(tmp_path))
+    for check in (
+        lambda: after.initialise(target, []),
+        lambda: Eagle.check_first_weights(after.cfg, target.shape()),
+    ):
+        with pytest.raises(RunError, match=r"Set drafter\.activation=gelu, which it was trained"):
+            check()
+
+
 def test_hass_has_a_bias_only_if_its_settings_say_so(target: Target, tmp_path: Path) -> None:
     """The default is false, and was true: a stored drafter keeps its own."""
     assert "fc.bias" not in eagle(target, "hass").state_dict()

@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from outrider.models.formats import native
 from outrider.models.target import load
 from outrider.models.target.load import LoadedTarget
 from outrider.train import best_drafter, checkpoint, loop
-from outrider.train.resume import require_same_settings
+from outrider.train.resume import require_same_activation, require_same_settings
 from outrider.train.schedule import format_seconds, learning_rate, seconds_left
 from outrider.train.settings import parse
 from outrider.train.trainer import Trainer
+from tests import tiny
 from tests.runs import QUIET, config
 
 
@@ -216,6 +218,27 @@ def test_resume_of_older_config_uses_defaults(
         "\n".join(line for line in lines if "place:" not in line and "spike:" not in line)
     )
     loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
+
+
+def test_a_run_of_a_version_without_activations_has_the_one_of_its_target(tmp_path: Path) -> None:
+    words = "drafter=eagle3", "drafter.activation=silu"
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    lines = to_yaml(config(tmp_path, *words)).splitlines()
+    older = "\n".join(line for line in lines if "activation:" not in line)
+    (tmp_path / "config.yaml").write_text(older)
+    gemma: Any = tiny.target("gemma3")
+    for value in ("silu", "gelu"):
+        now = config(tmp_path, words[0], f"drafter.activation={value}")
+        require_same_settings(now)
+        run: Any = SimpleNamespace(config=now, folder=tmp_path, target=gemma)
+        if value == "silu":
+            with pytest.raises(ConfigError, match=r"Set drafter\.activation=gelu to continue"):
+                require_same_activation(run)
+        else:
+            require_same_activation(run)
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"began with drafter\.activation = 'silu'"):
+        require_same_settings(config(tmp_path, words[0], "drafter.activation=gelu"))
 
 
 def test_resume_must_requires_checkpoint(

@@ -13,6 +13,7 @@ import pytest
 from outrider.conf.command_settings import ServeConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.eval.serve import command
+from outrider.eval.serve import server as server_module
 from outrider.eval.serve.command import listen
 from outrider.eval.serve.server import Server
 from outrider.launch.cli import main
@@ -176,10 +177,34 @@ def test_unknown_paths_and_methods(server: Server) -> None:
     refused(httpx.get(f"{server.url}/models/other"), 404, "no model 'other'")
 
 
+def received(raw: socket.socket, end: bytes) -> bytes:
+    """Return what arrives up to its end: headers and body may arrive one after the other."""
+    answer = b""
+    while not answer.endswith(end) and (part := raw.recv(4096)):
+        answer += part
+    return answer
+
+
 def test_bytes_that_are_no_http(server: Server) -> None:
     with socket.create_connection(server.listener.getsockname()) as raw:
         raw.sendall(b"\x16\x03\x01 not http\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 400")
+    still_answers(server)
+
+
+@pytest.mark.parametrize("requests", [0, 1, 2])
+def test_headers_that_do_not_end_close_the_connection(
+    requests: int, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after earlier requests of the connection, and while more bytes arrive."""
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.5)
+    with socket.create_connection(server.listener.getsockname(), timeout=10) as raw:
+        for _ in range(requests):
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert received(raw, b"}").startswith(b"HTTP/1.1 200")
+        raw.sendall(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+            send_until(time.monotonic() + 8, raw, b"A: b\r\n", 0.1)
     still_answers(server)
 
 
@@ -191,15 +216,16 @@ def head(length: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def send_until(end: float, raw: socket.socket, chunk: bytes) -> None:
+def send_until(end: float, raw: socket.socket, chunk: bytes, pause: float = 0.0) -> None:
     while time.monotonic() < end:
         raw.sendall(chunk)
+        time.sleep(pause)
 
 
 def test_a_hundred_megabytes_are_refused_before_they_are_sent(server: Server) -> None:
     with socket.create_connection(server.listener.getsockname(), timeout=10) as raw:
         raw.sendall(head("Content-Length: 100000000"))
-        answer = raw.recv(4096)
+        answer = received(raw, b"}}")
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"serve.max_bytes=20000" in answer
     client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

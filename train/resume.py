@@ -31,6 +31,7 @@ CHANGEABLE = (
     "data.generate.minutes", "data.traces", "data.max_gb", "data.workers", "record.damaged",
     "record.share", "record.shard", "record.check_every",
 )  # fmt: skip
+ACTIVATION = "drafter.activation"
 OTHER_FOLDER = "Choose another run.dir, or start over with train.resume=never."
 
 
@@ -42,7 +43,8 @@ def resume(run: Trainer) -> list[str] | None:
 
     Raises:
         RunError: no undamaged checkpoint, where one is needed.
-        RunError, ConfigError: as `require_same_text` and `require_same_settings`.
+        RunError, ConfigError: as `require_same_text`, `require_same_settings` and
+            `require_same_activation`.
     """
     mode, checkpoints = run.config.train.resume, run.checkpoints()
     if mode == "never":
@@ -63,6 +65,7 @@ def resume(run: Trainer) -> list[str] | None:
         return None
     require_same_settings(run.config)
     require_same_text(run)
+    require_same_activation(run)
     if run.config.launch.name.startswith("zero"):
         _create_moments(run)
     progress, errors = checkpoint.load_newest(
@@ -132,8 +135,10 @@ def require_same_settings(config: Config) -> None:
     if config.train.resume == "never" or not checkpoint.list_checkpoints(folder / "checkpoints"):
         return
     # parsed again, because an older file lacks settings, which then have their defaults
-    saved = dict(flatten(to_dict(parse(read_saved_config(folder)))))
-    values = dict(flatten(mask_values(to_dict(config))))
+    file, values = read_saved_config(folder), dict(flatten(mask_values(to_dict(config))))
+    saved = dict(flatten(to_dict(parse(file))))
+    if ACTIVATION in saved and OmegaConf.select(file, ACTIVATION) is None:
+        saved[ACTIVATION] = values.get(ACTIVATION)  # see `require_same_activation`
     names = sorted({**values, **saved}, key=lambda name: not name.startswith("drafter."))
     other = [
         name
@@ -148,6 +153,22 @@ def require_same_settings(config: Config) -> None:
         if now := ", ".join(f"{name} = {values.get(name)!r}" for name in other[1:]):
             why += f" This one has also {now}."
         raise ConfigError(other[0], values.get(other[0]), why, OTHER_FOLDER)
+
+
+def require_same_activation(run: Trainer) -> None:
+    """Refuse another activation than the target's for a run of a version without the setting.
+
+    The drafters of that version had the activation of their target.
+
+    Raises:
+        ConfigError: the settings have another one.
+    """
+    own = getattr(run.config.drafter, "activation", None)
+    began = run.target.shape().activation
+    known = OmegaConf.select(read_saved_config(run.folder), ACTIVATION) is not None
+    if own not in (None, began) and not known:
+        why = f"{run.folder} holds a run that began with {ACTIVATION} = {began!r}, its target's."
+        raise ConfigError(ACTIVATION, own, why, f"Set {ACTIVATION}={began} to continue it.")
 
 
 def require_equal_ranks(run: Trainer) -> None:

@@ -140,23 +140,28 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.first = self.loop.call_later(IDLE_SECONDS, self._close_without_request)
+        self.waiting = self.loop.call_later(IDLE_SECONDS, self._close_if_waiting, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.first.cancel()
+        self.waiting.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
+        ended = self.cycle  # requests that have arrived already may begin another one
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self.loop.call_later(DISCARD_SECONDS, self._close_if_sending, self.cycle)
+        # uvicorn's own limit ends with the first byte of the next request
+        self.waiting.cancel()
+        self.waiting = self.loop.call_later(IDLE_SECONDS, self._close_if_waiting, ended)
 
     def _close_if_sending(self, cycle: Any) -> None:
         if cycle is self.cycle and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
-    def _close_without_request(self) -> None:
-        if self.cycle is None:
+    def _close_if_waiting(self, cycle: Any) -> None:
+        """Close a connection whose next request has not begun: its headers are incomplete."""
+        if cycle is self.cycle:
             self.transport.abort()
 
 

@@ -209,8 +209,8 @@ class Worker:
             self._end(job, "error", ApiError.of(error))
             return None
         except Exception as error:
-            self._end(job, "error", ApiError(500, FAILED))
             self.on_bug(error)
+            self._end(job, "error", ApiError(500, FAILED))
             return None
         job.prompt_tokens = len(ids)
         return request
@@ -243,12 +243,12 @@ class Worker:
                 for event in step():
                     self._deliver(self._groups[sampling], event)
         except Exception as error:
+            self.on_bug(error)
             group = self._groups.pop(sampling, None)
             running = [job for job, _ in group.running.values()] if group else []
             message = error.message if isinstance(error, RunError) else FAILED
             for job in {*running, *(jobs if group is None else ())}:
                 self._end(job, "error", ApiError(500, message))
-            self.on_bug(error)
         else:
             self._close_if_empty(sampling)
 

@@ -33,8 +33,8 @@ from outrider.models.drafting.drafter import Drafter
 
 # of `decode`, for every entry of `eval.grid`; so is decode.depth, if it is set
 SHARED = (
-    "verify", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p", "repetition_penalty",
-    "banned", "draft",
+    "verify", "lenience", "epsilon", "delta", "draft",
+    *(name for name in Sampling._fields if name != "temperature"),
 )  # fmt: skip
 # of `decode`, without effect at temperature 0
 ABOVE_ZERO = ("verify", "draft", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p")

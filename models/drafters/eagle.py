@@ -121,12 +121,14 @@ class Eagle(SelfFeeding):
             why = f"{cfg.warm_start} holds no eagle or hass drafter of hidden size {shape.hidden}."
             raise RunError(why, WARM_START)
         own = opened.config.get("drafter")  # of Outrider's own format
-        if isinstance(own, dict) and own.get("bias") is (not cfg.bias):
-            value = str(not cfg.bias).lower()
-            raise RunError(
-                f"{cfg.warm_start} holds a drafter whose weights do not fit {cfg.name}.",
-                f"Set drafter.bias={value}, which it was trained with.",
-            )
+        stored = own if isinstance(own, dict) else {}
+        for name in ("bias", "activation"):
+            if (theirs := stored.get(name)) not in (None, getattr(cfg, name)):
+                value = str(theirs).lower()
+                raise RunError(
+                    f"{cfg.warm_start} holds a drafter whose weights do not fit {cfg.name}.",
+                    f"Set drafter.{name}={value}, which it was trained with.",
+                )
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
@@ -182,6 +184,10 @@ class Eagle(SelfFeeding):
                 value = str("fc.bias" in weights).lower()
                 fix = f"Set drafter.bias={value}, which it was trained with."
             raise RunError(f"{folder} {why}", fix)
+        if cfg.activation != self.cfg.activation:
+            fix = f"Set drafter.activation={cfg.activation}, which it was trained with."
+            why = f"holds a drafter whose MLP has {cfg.activation}, and this one's has"
+            raise RunError(f"{folder} {why} {self.cfg.activation}.", fix)
         self.load_state_dict(weights, strict=False)
         return f"the weights of {folder}"
 
