@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,6 +55,7 @@ EVALUATIONS = ("held", "own", "held_ema", "own_ema")
 LINE_SHAPE = {"step": int, "kind": str, str: (number, str, None)}
 
 
+@runtime_checkable
 class Logger(Protocol):
     """What `MetricsLog` passes its lines to."""
 
