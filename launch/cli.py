@@ -197,7 +197,7 @@ def _refuse_unused(name: str, overrides: list[str]) -> None:
     from outrider.conf.fields import leaf_fields, unknown_key
 
     verb = VERBS[name]
-    known = (*known_keys(verb.root), *(MODELS if name in DECODING else ()))
+    known = (*known_keys(verb.root), *(MODELS if verb.root == "eval" else ()))
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if owner := OWNERS.get(key.partition(".")[0]):

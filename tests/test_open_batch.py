@@ -31,9 +31,10 @@ def engine(name: str, sampling: Sampling) -> Engine:
     target = tiny.target()
     policy = Chain(3, "best" if sampling.greedy else DRAWN)
     if name in drafters.trained_names():
-        return Engine(target, tiny.drafter(name, target), policy, sampling=sampling)
+        drafter = tiny.drafter(name, target).requires_grad_(False)
+        return Engine(target, drafter, policy, sampling=sampling)
     whole = tiny.vocab(tiny.VOCAB)
-    drafter = tiny.drafter(name, target, whole, draft_vocab_size=None)
+    drafter = tiny.drafter(name, target, whole, draft_vocab_size=None).requires_grad_(False)
     return Engine(target, drafter, policy, sampling=sampling)
 
 

@@ -71,7 +71,8 @@ class Options:
             raise ConfigError("method", self.method, "There is no such method.", fix)
         for budget in self.budgets:
             try:
-                self.config(budget)
+                if adjusted := self.config(budget).adjusted:
+                    raise ValueError(f"It needs {' and '.join(adjusted)}")
             except ValueError as error:
                 fix = "Change budgets, sinks or window."
                 why = str(error).replace("drafter.", "")  # the options have no prefix
