@@ -16,6 +16,7 @@ COUNT = "[1, inf)"
 REPO = r"[\w.-]+/[\w.-]+"
 MIN_SHARES = 2  # pilot sizes that a scaling fit needs
 Engine = Literal["vllm", "speculators", "openvino", "llamacpp", "transformers"]
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")  # `serve.host` of this machine alone
 SERVE_NOTE = (
     "For trying a drafter from your own app, not for production: outrider publish writes a folder "
     "that vLLM, SGLang, llama.cpp and other engines serve (docs/serving.md). If the variable "

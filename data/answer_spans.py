@@ -33,7 +33,7 @@ decoding the prompt ends there. In ChatML, x marks the answer:
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -57,6 +57,15 @@ from outrider.models.target import chat_template
 Span: TypeAlias = tuple[int, int]  # start, end (exclusive)
 WINDOW, MARGIN = 8, 2  # answers of a window, and further ones on either side of them
 MANY, MOST = 64, 500  # answers from which on windows are used; and that prefixes can find
+
+
+def lacks_result(messages: list[Message], turn: int) -> bool:
+    """Return whether a turn with calls is followed by another turn than a result.
+
+    The target would have opened the results, so a stop token that opens that turn is none of its.
+    """
+    after = messages[turn + 1 : turn + 2]
+    return "tool_calls" in messages[turn] and bool(after) and after[0]["role"] != "tool"
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,13 @@ class ChatTemplate(RenderedText):
         if characters is not None:
             ids, spans = self.token_spans(text, characters)
         own_end = cache(lambda: self.own_end(messages))
-        spans = [self.include_end_token(ids, span, own_end) for span in spans]
+        unanswered = [lacks_result(messages, turn) for turn in turns]
+        if len(unanswered) != len(spans):  # blocks of the template
+            unanswered = [False] * len(spans)
+        spans = [
+            self.include_end_token(ids, span, own_end, () if lacking else self.stop_tokens)
+            for span, lacking in zip(spans, unanswered, strict=True)
+        ]
         return *self.closed(messages, ids, spans, own_end), rewritten
 
     def spans_in_windows(
@@ -279,18 +294,22 @@ class ChatTemplate(RenderedText):
         return [(i, *span) for i, span in zip(coded["input_ids"], spans, strict=True)]
 
     def include_end_token(
-        self, ids: list[int], span: Span, own_end: Callable[[], int | None]
+        self, ids: list[int], span: Span, own_end: Callable[[], int | None], stops: Sequence[int]
     ) -> Span:
-        """Return the span up to and with the token that ends the answer (head of this file)."""
+        """Return the span up to and with the token that ends the answer (head of this file).
+
+        Args:
+            stops: stop tokens that may open the next turn.
+        """
         start, end = span
         inside = ids[start:end]
-        if stops := [inside.index(stop) for stop in self.stop_tokens if stop in inside]:
-            return start, start + min(stops) + 1
+        if places := [inside.index(stop) for stop in self.stop_tokens if stop in inside]:
+            return start, start + min(places) + 1
         while end > start and self.is_blank(ids[end - 1]):
             end -= 1
         if end == start or ids[end - 1] != own_end():
             index = self.next_token(ids, end)
-            if index is not None and ids[index] in (*self.stop_tokens, own_end()):
+            if index is not None and ids[index] in (*stops, own_end()):
                 end = index + 1
         return start, end
 

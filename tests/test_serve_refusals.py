@@ -246,6 +246,16 @@ def test_a_body_without_a_length_is_refused_while_it_is_read(server: Server) -> 
     still_answers(server)
 
 
+def test_a_name_that_a_page_has_bound_to_this_machine_is_refused(server: Server) -> None:
+    headers = {"content-type": "application/json", "host": "page.example:80"}
+    body = b'{"prompt": "a"}'
+    response = httpx.post(f"{server.url}/completions", content=body, headers=headers)
+    refused(response, 403, "127.0.0.1")
+    port = server.listener.getsockname()[1]
+    response = httpx.get(f"{server.url}/models", headers={"host": f"localhost:{port}"})
+    assert response.status_code == 200
+
+
 def test_a_full_queue_is_429_and_then_free_again(server: Server) -> None:
     """Two answers run and one waits; OpenAI's client tries again by itself."""
     asked = {"prompt": PROMPT, "max_tokens": 200, "stream": True}

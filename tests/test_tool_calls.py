@@ -302,6 +302,8 @@ def test_the_token_of_the_next_role_ends_an_answer_of_glm() -> None:
     assert texts == ["21 degrees.<|user|>"] * 2
     texts, _ = answers("glm", [QUESTION, calling(""), RESULT, FINAL])
     assert texts == ["<call>weather city=Rome</call><|observation|>", "21 degrees.<|user|>"]
+    texts, _ = answers("glm", [QUESTION, calling(""), QUESTION, FINAL])  # a call without a result
+    assert texts == ["<call>weather city=Rome</call>", "21 degrees.<|user|>"]
 
 
 def test_harmony_ends_the_last_answer_with_return_and_earlier_ones_with_nothing() -> None:

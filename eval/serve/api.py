@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from outrider.conf.command_settings import ServeConfig
+from outrider.conf.command_settings import LOCAL_HOSTS, ServeConfig
 from outrider.conf.errors import ConfigError
 from outrider.eval.requests import GenerationSettings, Prompt
 from outrider.eval.serve.errors import ApiError
@@ -159,6 +159,7 @@ class Api:
         async def handle(request: Request) -> Response:
             start, status = time.monotonic(), DISCONNECTED
             try:
+                self._check_host(request)
                 self._check_key(request)
                 response = await handler(request)
                 status = response.status_code
@@ -241,6 +242,12 @@ class Api:
         return EventStream(first, events, self.service.options.timeout + SEND_SECONDS)
 
     # ---- checks ----
+
+    def _check_host(self, request: Request) -> None:
+        """Refuse a name that is not this machine's: a web page may have bound its own to it."""
+        local = self.service.options.host in LOCAL_HOSTS
+        if local and request.url.hostname not in LOCAL_HOSTS:
+            raise ApiError(403, "This server answers at 127.0.0.1, ::1 and localhost alone.")
 
     def _check_key(self, request: Request) -> None:
         if self.service.key is None or request.url.path in OPEN:

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from rich.text import Text
 
-from outrider.conf.command_settings import SERVE_NOTE, ServeConfig
+from outrider.conf.command_settings import LOCAL_HOSTS, SERVE_NOTE, ServeConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.packages import install_command
@@ -21,7 +21,6 @@ from outrider.models.decode.from_config import depth_warning, policy_of
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules.rule_table import RULES
 
-LOCAL = ("127.0.0.1", "::1", "localhost")
 BACKLOG = 512
 
 
@@ -46,7 +45,7 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
         tokens = config.eval.max_new_tokens
         server = Server(decoder, config.decode, options, listener, console, tokens, tables)
         _print_notes(console, decoder, policy, config)
-        if options.host not in LOCAL and server.service.key is None:
+        if options.host not in LOCAL_HOSTS and server.service.key is None:
             why = "other machines can reach this address without a key"
             console.print(Text(why, "yellow"))
         drafter = config.eval.drafter or config.drafter.name
