@@ -15,7 +15,7 @@ PLAIN = [
     {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"},
     {"role": "user", "content": "q2"}, {"role": "assistant", "content": "a2"},
 ]  # fmt: skip
-CALLS = [
+CALLS: list[dict[str, Any]] = [
     {"role": "user", "content": "q1"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "r1"}, {"role": "assistant", "content": "a2"},

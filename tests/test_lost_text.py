@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from outrider.conf.compose import compose
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.data import self_generated
-from outrider.data.conversations import Prompt, RuleCounts, read_conversations
+from outrider.data.conversations import Message, Prompt, RuleCounts, read_conversations
 from outrider.data.corpus import report_losses
 from outrider.data.rendered_text import ConversationError
 from outrider.data.reporter import Reporter
@@ -117,4 +117,4 @@ def test_a_template_that_takes_content_as_parts_alone_is_refused() -> None:
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     with pytest.raises(ConversationError, match="loses the text of its answers"):
-        render_all(tokenizer, [[QUESTION, FINAL]], max_length=999)
+        render_all(tokenizer, [cast(list[Message], [QUESTION, FINAL])], max_length=999)
