@@ -71,7 +71,7 @@ def _print_lines(folder: Path, console: Console) -> None:
             console.print(format_line(line), soft_wrap=True)
         shown = len(log)  # less than before, where a continued run has removed lines
         if ended:
-            console.print(f"{folder} is finished")
+            console.print(f"{folder} is finished", soft_wrap=True)
             return
         time.sleep(EVERY)
 

@@ -120,6 +120,7 @@ def test_train_raises_when_it_was_stopped(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize(
     ("given", "message"),
     [

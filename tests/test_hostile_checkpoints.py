@@ -100,14 +100,14 @@ def test_the_message_is_whole_sentences(
 ) -> None:
     write(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "state.json").write_text(text)
-    for name in ("require_same_settings", "require_same_text"):
+    for name in ("require_same_settings", "require_same_text", "require_same_activation"):
         monkeypatch.setattr(resume, name, lambda _: None)
     settings = SimpleNamespace(
         train=SimpleNamespace(resume="auto"), launch=SimpleNamespace(name="single")
     )
     run: Any = SimpleNamespace(
         config=settings, checkpoints=lambda: checkpoint.list_checkpoints(tmp_path), main=True,
-        objective=nn.Linear(2, 1, bias=False), optimizer=SimpleNamespace(state={}),
+        objective=nn.Linear(2, 1, bias=False), optimizer=SimpleNamespace(state={}), average=None,
         bad_steps=SimpleNamespace(), accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
     )  # fmt: skip
     (message,) = resume.resume(run) or [""]

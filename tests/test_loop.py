@@ -220,6 +220,7 @@ def test_resume_of_older_config_uses_defaults(
     loop.fit(config(tmp_path, "train.max_steps=8"), loaded, made, QUIET)
 
 
+@pytest.mark.untyped
 def test_a_run_of_a_version_without_activations_has_the_one_of_its_target(tmp_path: Path) -> None:
     words = "drafter=eagle3", "drafter.activation=silu"
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)

@@ -297,7 +297,12 @@ DAMAGES: list[tuple[str, Case, Damage, str]] = [
     ("shifted tap", VLLM, shift_taps, "a tap is shifted|the files"),
     ("taps in another order", VLLM, weights(reverse_taps), DIFFERS),
     ("dropped d2t", SGLANG, weights(lambda w: w.pop("d2t")), "d2t is missing"),
-    ("moved d2t", SGLANG, weights(lambda w: w["d2t"].add_(1)), "d2t .* and t2d do not name"),
+    (
+        "moved d2t",
+        SGLANG,
+        weights(lambda w: w["d2t"].add_(1)),
+        "d2t, .* does not name tokens",
+    ),
     ("moved token_map", MEDUSA, weights(lambda w: w["token_map"].sub_(1)), "token_map must name"),
     ("field gone", SGLANG, configure(num_attention_heads=None), "is .* require"),
     ("other heads", SGLANG, configure(head_dim=16), "config.json and target require"),

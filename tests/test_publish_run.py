@@ -429,7 +429,7 @@ def test_published_drafter_needs_a_target_and_a_folder(
     assert "not a training run's" in measure(capsys, drafter, "target=tiny", run)
     invalid = ["target=tiny", run_dir, "train.lr=1"]
     assert "train.lr" in measure(capsys, drafter, *invalid)
-    assert "no folder" in measure(capsys, "drafter=a b c", "target=tiny", run_dir)
+    assert "no such folder" in measure(capsys, "drafter=a b c", "target=tiny", run_dir)
 
 
 def test_eval_drafter_is_refused_by_other_commands(

@@ -117,6 +117,7 @@ def test_a_generator_that_fails_is_named_and_nothing_is_kept(cache: Path, error:
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -132,6 +133,7 @@ def test_rows_that_are_none_are_refused(rows: Any, message: str) -> None:
         with_rows(config_of(), rows, silent)
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -181,6 +183,7 @@ def test_a_run_is_continued_with_equal_rows_and_refused_with_others(tmp_path: Pa
     assert error.value.key == "data.path"
 
 
+@pytest.mark.untyped
 def test_ranks_with_different_text_are_refused() -> None:
     def run(*hashes: str) -> Any:
         numbers = torch.tensor([int(one[:15], 16) for one in hashes])

@@ -298,7 +298,7 @@ def test_folder_of_another_search_is_refused(tmp_path: Path, play: Any) -> None:
         (["sweep.trials=2"], "needs keys to vary"),
         (["sweep=search", "run.dir=here"], "its own folder"),
         (["sweep=search", "train.lr=1,2"], "is a grid"),
-        (["sweep.trials=2", "+sweep.over={train.rate: [1]}"], "train.lr"),
+        (["sweep.trials=2", "+sweep.over={train.lrr: [1]}"], "Did you mean train.lr?"),
         (["sweep.trials=2", "+sweep.over={train.lr: [3]}"], "train.lr = 3"),
         (["sweep.trials=2", "+sweep.over={train.lr: {low: 1, high: 0}}"], "low must be below high"),
         (["sweep.trials=2", "+sweep.over={train.lr: {low: 1}}"], "not a range"),

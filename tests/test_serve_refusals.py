@@ -200,7 +200,7 @@ def test_headers_that_do_not_end_close_the_connection(
     monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.5)
     with socket.create_connection(server.listener.getsockname(), timeout=10) as raw:
         for _ in range(requests):
-            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert received(raw, b"}").startswith(b"HTTP/1.1 200")
         raw.sendall(b"GET /health HTTP/1.1\r\n")
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
@@ -212,7 +212,12 @@ def test_headers_that_do_not_end_close_the_connection(
 
 
 def head(length: str) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", length]
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        length,
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

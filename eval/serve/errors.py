@@ -6,7 +6,8 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.shown_text import for_terminal
 
 TYPES = {  # OpenAI's names; other statuses are server_error
-    400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "invalid_request_error",
     405: "invalid_request_error", 408: "invalid_request_error", 413: "invalid_request_error",
     415: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
 }  # fmt: skip
