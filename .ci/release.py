@@ -5,7 +5,7 @@
 The version is that of pyproject.toml, the notes are its section of CHANGELOG.md. The wheel is built
 from the source archive, so both hold the same files. It is installed with its dependencies into an
 empty environment, where `outrider` trains and measures from an empty folder. Only then are the
-files moved to dist/. Uploading them is left to whoever has an account:
+files moved to dist/. Uploading them needs an account:
 
     twine upload dist/outrider-VERSION*
 """

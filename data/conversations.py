@@ -101,7 +101,7 @@ class Message(Turn, total=False):
 
 
 class Conversation(list[Message]):
-    """Turns with the tools that the target is told of; slices keep the tools."""
+    """Turns with the tools that are described to the target; slices keep the tools."""
 
     def __init__(
         self, turns: Iterable[Message] = (), tools: list[dict[str, Any]] | None = None,

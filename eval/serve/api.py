@@ -164,7 +164,7 @@ class Api:
                 response = await handler(request)
                 status = response.status_code
             except ClientDisconnect:
-                response = Response(status_code=400)  # nobody reads it
+                response = Response(status_code=400)  # the client has left
             except (ApiError, ConfigError) as error:
                 response = error_response(ApiError.of(error))
                 status = response.status_code
