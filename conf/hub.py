@@ -40,7 +40,7 @@ def use_cache_if_unreachable() -> None:
     from huggingface_hub import constants
 
     endpoint = constants.ENDPOINT
-    if endpoint in _reached or (constants.HF_HUB_OFFLINE and endpoint not in _missed):
+    if endpoint in _reached or (constants.HF_HUB_OFFLINE and not _missed):
         return
     answers = _answers(endpoint)
     (_reached if answers else _missed).add(endpoint)

@@ -39,6 +39,7 @@ def upload(folder: Path, repo: str, private: bool, console: Console) -> None:
     """
     from huggingface_hub import HfApi
 
+    use_cache_if_unreachable()  # connects again if the hub did not answer before
     api = HfApi(library_name="outrider")
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)

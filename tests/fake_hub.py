@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from outrider.conf import hub as conf_hub
+
 TOKEN = "hf_aVerySecretTokenOfATest"
 LFS = (".safetensors",)
 
@@ -57,11 +59,22 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    as_if_not_asked(monkeypatch)
     try:
         yield hub
     finally:
         server.shutdown()
         server.server_close()
+
+
+def as_if_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what an earlier test of this process found about its hub."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(conf_hub, "_reached", set[str]())
+    monkeypatch.setattr(conf_hub, "_missed", set[str]())
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -3,15 +3,19 @@
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from rich.console import Console
 
 from outrider.conf import hub
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import TargetConfig
+from outrider.eval.hub import upload
 from outrider.models.drafting.causal_lm import load_lm
 from outrider.models.target import load
+from tests import fake_hub
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-8B", "a/b.c_d-e", "me/draft-1.0"])
@@ -36,8 +40,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
         free.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    fake_hub.as_if_not_asked(monkeypatch)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -70,3 +73,13 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_answers", lambda endpoint: pytest.fail("it was asked"))
     hub.use_cache_if_unreachable()
     assert constants.HF_HUB_OFFLINE
+
+
+def test_an_upload_asks_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A target whose hub did not answer may have been loaded before in the same process."""
+    with fake_hub.running(monkeypatch) as running:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(hub, "_missed", {"http://other"})
+        (tmp_path / "config.json").write_text("{}")
+        upload(tmp_path, "me/draft", private=True, console=Console(quiet=True))
+        assert running.repos["me/draft"]["files"]
