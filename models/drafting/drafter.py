@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.models.drafting.calibration import Calibration
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, Guess, ModelShape, TargetEnds, Trace
 
@@ -82,6 +83,7 @@ class Drafter(nn.Module):
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss: Sequence[str] = ("soft_ce",)  # terms of the loss of guesses of depth 0
     gradient_checkpointing: bool = False
+    calibration: Calibration | None = None  # of `log_confidence`, as measured in greedy decoding
 
     @classmethod
     def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
@@ -118,6 +120,28 @@ class Drafter(nn.Module):
     ) -> Float[Tensor, "N Vd"]:
         """Return the logits of states of several depths, concatenated; by default by `head`."""
         return self.head(torch.cat(list(hidden)))
+
+    def log_confidence(
+        self,
+        log_q: Float[Tensor, "*nodes Vd"],
+        depth: int,
+        hidden: Float[Tensor, "*nodes D"] | None,
+    ) -> Float[Tensor, "*nodes"]:
+        """Return the log-probability that a draft of this depth is accepted if its parents are.
+
+        By default the largest of the probabilities. A drafter with an output of its own for it
+        reads `hidden`. It must not depend on the token that is drawn (rule R2), which is not known
+        yet; `calibration` is applied to the result.
+
+        Args:
+            log_q: log-probabilities of the children of each node; with noise, if they are coupled.
+            hidden: of the nodes, the input of `head`: of a guess, or `node_hidden` in decoding.
+        """
+        return log_q.amax(-1)
+
+    def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
+        """Return the inputs of `head` in the last `step`, which a confidence reads; None: none."""
+        return None
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         """Yield one guess per depth, starting at depth 1.
