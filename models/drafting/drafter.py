@@ -32,6 +32,13 @@ LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree leve
 State = Any  # decoding state of a drafter: opaque to the engine, never mutated
 
 
+class Absorbed(NamedTuple):
+    """What a drafter has read of a prompt: the first rows, and its state after them."""
+
+    rows: int = 0
+    state: State | None = None
+
+
 class TargetInput(NamedTuple):
     """New tokens of every prompt for the target: a piece of a prompt, or a draft tree.
 
@@ -240,6 +247,22 @@ class Drafter(nn.Module):
         The default loops over the prompts. It is the reference for batched implementations.
         """
         return list(map(self.absorb, states, traces))
+
+    def absorb_next(self, before: Sequence[Absorbed], traces: Sequence[Trace]) -> list[Absorbed]:
+        """Apply `absorb_batch` to rows that follow those read before, as the decoder does.
+
+        Raises:
+            ValueError: rows are missing, or come again: the drafter would draft from other states
+                than those it was trained on, which only lowers acceptance.
+        """
+        ends = torch.stack([trace.positions[0, [0, -1]] for trace in traces]).tolist()
+        read = [one.rows + trace.ids.shape[1] for one, trace in zip(before, traces, strict=True)]
+        for one, stop, (first, last) in zip(before, read, ends, strict=True):
+            if (first, last) != (one.rows, stop - 1):
+                message = f"after {one.rows} rows of a prompt, rows {first} to {last} were given"
+                raise ValueError(f"{message} as the next {stop - one.rows}")
+        states = self.absorb_batch([one.state for one in before], traces)
+        return [Absorbed(*pair) for pair in zip(read, states, strict=True)]
 
     def new_cache(self, target: "Target", capacity: int, slots: int) -> "KVCache | SplitCache":
         """Return the cache of a decoding run, which `run_target` gets; by default the target's.
