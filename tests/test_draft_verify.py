@@ -19,7 +19,7 @@ import pytest
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
-from outrider.conf.searched import SearchConfig, SearchedConfig
+from outrider.conf.searched import SearchConfig, SearchedConfig, Skipped
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.eval import sublayer_results
@@ -29,13 +29,7 @@ from outrider.eval.page.run_files import read_run_files
 from outrider.eval.page.sublayers import search_parts
 from outrider.eval.requests import GenerationSettings
 from outrider.eval.sublayer_search import LOG, Measure, SublayerSearch, Trial, probes, skips_all
-from outrider.eval.sublayer_speed import (
-    Skipped,
-    Speed,
-    SpeedMeasurement,
-    Timing,
-    search_prompts,
-)
+from outrider.eval.sublayer_speed import Speed, SpeedMeasurement, Timing, search_prompts
 from outrider.launch.cli import main
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.policy import Chain
