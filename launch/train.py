@@ -72,27 +72,28 @@ def train(
         require_torch_class(config.train)
     main = process.rank() == 0
     with folder_lock(Path(config.run.dir)) if main else nullcontext():
-        _run(config, Reporter(console, main), callbacks)
+        _run(config, console, callbacks)
     return 0
 
 
-def _run(config: Config, reporter: Reporter, callbacks: Sequence[Callback]) -> None:
+def _run(config: Config, console: Console, callbacks: Sequence[Callback]) -> None:
     """Prepare, build, loop, measure."""
-    start, console = time.monotonic(), reporter.console
-    config, loaded = _prepare(config, reporter)
+    start, main = time.monotonic(), process.rank() == 0
+    config, loaded, reporter = _prepare(config, console)
     if isinstance(config.drafter, SearchedConfig):
         search_sublayers(config, loaded, reporter)
         return
     data = _build_data(config, loaded, reporter)
     seconds = {"loading": time.monotonic() - start}
-    with trackers.open_trackers(config, console.print, reporter.main) as services:
+    require_trainable(config, loaded, data)
+    with trackers.open_trackers(config, console.print, main) as services:
         _loop(config, loaded, data, console, services, callbacks)
-        if reporter.main and config.train.quick_eval:
+        if main and config.train.quick_eval:
             _measure(config, loaded, data, console, services, seconds)
 
 
-def _prepare(config: Config, reporter: Reporter) -> tuple[Config, LoadedTarget]:
-    """Check the settings against the run folder and the target; return them with the target."""
+def _prepare(config: Config, console: Console) -> tuple[Config, LoadedTarget, Reporter]:
+    """Check the settings against the run folder, and load the target that they are adapted to."""
     begins = not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints")
     if begins:
         check_files(config, "drafter.warm_start")
@@ -102,11 +103,12 @@ def _prepare(config: Config, reporter: Reporter) -> tuple[Config, LoadedTarget]:
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
     if warning := config.drafter.warning():
-        reporter.console.print(warning, style="yellow")
+        console.print(warning, style="yellow")
     config = as_it_began(config)
     require_same_settings(config)
-    measures = config.train.quick_eval
-    return load_adapted(config, reporter, begins=begins, trains=True, measures=measures)
+    measures, reporter = config.train.quick_eval, Reporter(console, process.rank() == 0)
+    pair = load_adapted(config, reporter, begins=begins, trains=True, measures=measures)
+    return *pair, reporter
 
 
 def _build_data(config: Config, loaded: LoadedTarget, reporter: Reporter) -> TrainingData:
@@ -124,7 +126,6 @@ def _loop(
     services: Sequence[TrackerThread], callbacks: Sequence[Callback],
 ) -> None:  # fmt: skip
     """Train the drafter to the end; RunStopped: a signal or a callback stopped it."""
-    require_trainable(config, loaded, data)
     on_start = partial(print_start_summary, console, loaded=loaded)
     outcome = fit(config, loaded, data, console, services, on_start, callbacks)
     process.destroy_group()
