@@ -225,7 +225,7 @@ def optimizer_step(
         The metric sums of this rank, with the costly ones if `measure`; the gradient norm before
         clipping; what is wrong with the step ("" if it was taken).
     """
-    sums, norm = run.objective.zero_sums(run.target.device), 0.0
+    sums, norm = run.objective.zero_sums(run.device), 0.0
     denominators = run.loss_denominators(micro_batches)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
     total_loss = torch.zeros((), dtype=torch.float64)

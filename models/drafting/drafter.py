@@ -40,11 +40,11 @@ class Absorbed(NamedTuple):
 
 
 class TargetInput(NamedTuple):
-    """New tokens of every prompt for the target: a piece of a prompt, or a draft tree.
+    """New tokens of every prompt for the target: a piece of a prompt, a draft tree, or its level.
 
     Attributes:
         positions, visible: see `Target.forward`.
-        tree: None for a piece of a prompt.
+        tree: None for a piece of a prompt, and for a level.
         drafted: the drafter's states after the last `step` of the tree, or those of `absorb`.
     """
 
