@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
+from outrider.conf.plugins import load_plugins, named_plugins
 from outrider.conf.shown_text import escape_library_output, for_terminal
 from outrider.launch.verbs import BENCHES, DECODING, VERBS, Verb
 
@@ -79,8 +80,11 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
 
 
 def _dispatch(name: str, words: list[str], program: str) -> int:
-    """Handle --help, --config, --multirun, --cfg and --explain, then call the verb."""
+    """Import plugins, handle --help, --config, --multirun, --cfg, --explain, and call the verb."""
     verb = VERBS[name]
+    load_plugins(named_plugins(words))  # of the command line, not of the file of --config
+    if not verb.root:
+        words = [word for word in words if not named_plugins([word])]
     words = _read_config(words)
     options = {word for word in words if word.startswith("-")}
     overrides = [word for word in words if not word.startswith("-")]
