@@ -196,7 +196,8 @@ def read_overrides(file: str) -> list[str]:
         raise ConfigError("--config", file, "There is no such file.", fix)
     values = to_container(read_yaml(Path(file).expanduser(), fix), resolve=False)
     run = values.get("run")
-    if isinstance(run, dict) and isinstance(recorded := run.pop("plugins", None), list):
+    if isinstance(run, dict) and isinstance(recorded := run.get("plugins"), list):
+        del run["plugins"]
         require_loaded(recorded)
     return config_words(values, {group: choices(group) for group in groups()})
 
@@ -235,7 +236,10 @@ def add_choice(group: str, settings: Any, **values: Any) -> None:
         values: of keys whose value is another one, such as null.
     """
     plain = to_container(OmegaConf.create({**dataclasses.asdict(settings), **values}))
-    meanings = {key: data.get("help", "") for key, _, data in leaf_fields(type(settings), group)}
+    meanings = {
+        key: data.get("help", "")
+        for key, _, data in leaf_fields(type(settings), group.replace("/", "."))
+    }
     ADDED[f"{group}/{settings.name}"] = AddedChoice(plain, meanings)
     ConfigStore.instance().store(settings.name, OmegaConf.create(plain), group)
     for cached in (_composed, default_values, _file_values, known_keys):

@@ -100,7 +100,7 @@ def _dispatch(name: str, words: list[str], program: str) -> int:
     if options & cfg:
         from outrider.conf.schema import to_yaml
 
-        config = _config(name, [word for word in overrides if word != "job"])
+        config = command_config(name, [word for word in overrides if word != "job"])
         return _print(to_yaml(config).rstrip())
     if name == "bench":
         return int(_benchmark(overrides).load()(overrides[1:]))
@@ -164,13 +164,13 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         words = [word.replace("engine.python=", "engine_python=", 1) for word in words]
         settings, words = verb_group(VERB_GROUPS[verb.group], verb.group, words)
         own.append(settings)
-    config = _config(name, words)
+    config = command_config(name, words)
     check_files(config, *verb.files)
     check_places(config, trains=verb.root == "train")
     return config, *own
 
 
-def _config(name: str, overrides: list[str]) -> Config:
+def command_config(name: str, overrides: list[str]) -> Config:
     """Compose and validate the configuration of a verb; of a run folder with root eval."""
     from outrider.conf.compose import compose
     from outrider.conf.schema import UntrainedConfig

@@ -11,7 +11,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from outrider.conf import compose as composing
 from outrider.conf import plugins
 from outrider.conf.compose import choices, compose
 from outrider.conf.decode_settings import DecodeConfig
@@ -31,6 +30,7 @@ from outrider.train.losses import LOSSES, LossInputs, TermSpec, parse_loss
 from outrider.train.optimizer import OPTIMIZERS
 from outrider.train.schedule import SCHEDULES
 from outrider.train.settings import load_run, parse
+from tests.plugin_registries import restored_registries
 from tests.runs import SMALL
 
 LOSS = """
@@ -41,17 +41,8 @@ LOSSES["focal"] = TermSpec(soft_cross_entropy, "one of the tests")
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """Forget what a test registers."""
-    known = [(one, dict(one.data), dict(one.owner)) for one in plugins._REGISTRIES]
-    added = dict(composing.ADDED)
-    yield
-    for registry, data, owner in known:
-        registry.data, registry.owner = data, owner
-    composing.ADDED.clear()
-    composing.ADDED.update(added)
-    plugins.LOADED.clear()
-    for name in [name for name in sys.modules if name.startswith("outrider_plugin_")]:
-        del sys.modules[name]
+    with restored_registries():
+        yield
 
 
 @pytest.fixture

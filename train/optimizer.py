@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from outrider.conf.compose import add_choice
 from outrider.conf.errors import ConfigError
 from outrider.conf.plugins import OWN_PART, Registry
-from outrider.conf.schema import LaunchConfig, TrainConfig
+from outrider.conf.schema import LaunchConfig, OptimizerConfig, TrainConfig
+from outrider.conf.short_forms import OPTIMIZER
 from outrider.models.drafting.drafter import Drafter
 
 Groups = list[dict[str, Any]]
@@ -102,7 +104,7 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry("optimizer", OptimizerKind, {
     "muon": OptimizerKind(
         MuonAndAdamW, _muon_states, elementwise=False, splits=True, needs=("Muon", "2.9")
     ),
-})  # fmt: skip
+}, on_add=lambda name, _: add_choice(OPTIMIZER, OptimizerConfig(name=name)))  # fmt: skip
 
 
 def check_optimizer(train: TrainConfig, launch: LaunchConfig) -> None:

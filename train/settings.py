@@ -22,7 +22,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
 from outrider.conf.hub import require_folder_or_id
 from outrider.conf.json_shapes import read_object, token
-from outrider.conf.plugins import OWN_PART, merge_plugins, require_loaded
+from outrider.conf.plugins import OWN_PART, is_plugin, merge_plugins, require_loaded
 from outrider.conf.schema import GROUPS, Config, DrafterSettings, UntrainedConfig, to_dict
 from outrider.conf.searched import SearchedConfig
 from outrider.conf.short_forms import is_path
@@ -184,7 +184,7 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
     saved.eval, saved.decode = evaluation.eval, evaluation.decode
     saved.run.dir = str(folder)
     recorded = saved.run.get("plugins", OmegaConf.create([]))
-    if isinstance(recorded, ListConfig):
+    if isinstance(recorded, ListConfig) and all(map(is_plugin, recorded)):
         saved.run.plugins = merge_plugins(recorded, evaluation.run.plugins)
     for key in CHANGEABLE_KEYS:
         if (value := OmegaConf.select(evaluation, key)) is not None:
