@@ -68,9 +68,7 @@ class TrainingRun(Trainer):
             why = "It is searched, not trained."
             raise ConfigError("drafter", config.drafter.name, why, "Choose one with weights.")
         if checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints"):
-            why = (
-                "It holds checkpoints of outrider train, which a loop of your own cannot continue."
-            )
+            why = "It holds checkpoints of train, which a loop of your own cannot continue."
             raise ConfigError("run.dir", config.run.dir, why, "Choose another folder.")
         if rows is not None:
             config = with_rows(config, rows, partial(console.print, soft_wrap=True))
