@@ -19,9 +19,10 @@ def restored_registries() -> Iterator[None]:
     finally:
         for registry, data, owner in known:
             registry.data, registry.owner = data, owner
-        for place, before in ((compose.ADDED, added), (plugins.LOADED, loaded)):
-            place.clear()  # type: ignore[attr-defined]
-            place.update(before)  # type: ignore[attr-defined]
+        compose.ADDED.clear()
+        compose.ADDED.update(added)
+        plugins.LOADED.clear()
+        plugins.LOADED.update(loaded)
         for cached in (compose.known_keys, compose.default_values, compose._file_values):
             cached.cache_clear()
         for name in [name for name in sys.modules if name.startswith("outrider_plugin_")]:

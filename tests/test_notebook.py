@@ -54,7 +54,7 @@ def test_only_the_public_api_is_imported() -> None:
 
 def test_outputs_are_what_a_cell_prints_shows_and_draws() -> None:
     sources = ["x = 2\nprint('a', x)\nx + 1", "import matplotlib.pyplot as plt\nf = plt.figure()"]
-    cells = [{"cell_type": "code", "source": text} for text in sources]
+    cells: list[dict[str, Any]] = [{"cell_type": "code", "source": text} for text in sources]
     executor().execute({"cells": [*cells, {"cell_type": "markdown", "source": "text"}]})
     first, second = (cell["outputs"] for cell in cells)
     assert [output["output_type"] for output in first] == ["stream", "execute_result"]
