@@ -10,9 +10,7 @@ from outrider.conf.fields import COUNT0, DEPTHS, NODES, PROBABILITY, option
 class DecodeConfig:
     """Shape of a draft, verification and sampling."""
 
-    name: Literal["chain", "static_tree", "sampled_tree", "dynamic_tree", "opt_tree"] = option(
-        "chain", "draft policy (choose with decode=...)"
-    )
+    name: str = option("chain", "draft policy (choose with decode=...)")
     depth: int = option(3, "draft tokens along one path; null: as far as the drafter can", DEPTHS)
     width: int = option(1, "children per node, and nodes expanded per level", NODES)
     nodes: int = option(3, "draft tokens that the target verifies in one forward", NODES)
@@ -49,7 +47,7 @@ class DecodeConfig:
 
     @property
     def kind(self) -> str:
-        """The policy's kind: chain, static_tree or dynamic_tree."""
+        """The policy's kind: chain, static_tree, dynamic_tree, or the name of a registered one."""
         return {"sampled_tree": "static_tree", "opt_tree": "dynamic_tree"}.get(self.name, self.name)
 
     @property

@@ -22,8 +22,8 @@ from outrider.train.trainer import Trainer
 # settings that a continued run may change: limits, reports, storage, and the division of a step
 # (noise, and text of the drafter's own, are then drawn anew)
 CHANGEABLE = (
-    "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
-    "train.keep_last", "train.keep_every", "train.patience", "train.resume",
+    "run.dir", "run.plugins", "train.max_steps", "train.max_minutes", "train.eval_every",
+    "train.save_every", "train.keep_last", "train.keep_every", "train.patience", "train.resume",
     "train.log_every", "train.quick_eval", "train.wandb.", "train.tensorboard",
     "train.skip_bad", "train.spike",
     "train.gradient_checkpointing", "eval.", "decode.",
