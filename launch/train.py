@@ -28,7 +28,7 @@ from outrider.launch.sublayers import search_sublayers
 from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import policy_of
-from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
+from outrider.models.drafters.eagle3 import eagle3_taps, spread_taps
 from outrider.models.target import process
 from outrider.models.target.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
@@ -101,7 +101,7 @@ def _train(config: Config, main: bool, callbacks: Sequence[Callback]) -> None:
     config = adapt(config, reporter.note, loaded.target.shape())
     check_length(config)
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
-    if taps == default_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
+    if taps == spread_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
         console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")
     data = load_training_data(config, loaded, taps, reporter)
     seconds = {"loading": time.monotonic() - start}
