@@ -15,19 +15,17 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from outrider.conf.files import write_json
-from outrider.data.pack import split_holdout
 from outrider.data.tokenise import Document
-from outrider.data.training_data import TrainingData
 from outrider.models.target.target import Target
 
 SPLIT = "held_out.json"
 
 
 def write(
-    folder: Path, data: TrainingData, target: Target, taps: Sequence[int], holdout: float
-) -> None:
-    """Write all conversations of a run; the file of the split is written last."""
-    train, held = split_holdout(data.documents, holdout)
+    folder: Path, train: Sequence[Document], held: Sequence[Document], target: Target,
+    taps: Sequence[int],
+) -> None:  # fmt: skip
+    """Write the conversations of a run; the file of the split is written last."""
     documents = [*train, *held]
     columns = {
         "input_ids": [document.ids.tolist() for document in documents],

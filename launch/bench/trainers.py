@@ -34,6 +34,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.files import read_json, write_json
 from outrider.data.corpus import load_training_data
+from outrider.data.pack import split_holdout
 from outrider.data.reporter import Reporter
 from outrider.eval.metrics import bootstrap
 from outrider.eval.publish import engines
@@ -129,8 +130,8 @@ def _write_data(options: Options) -> None:
     loaded.target.model.save_pretrained(place / "target")
     loaded.tokenizer.save_pretrained(place / "target")
     write_json(place / "taps.json", {"inputs": [tap + 1 for tap in taps]})
-    holdout = config.data.holdout
-    speculators_data.write(place / "data", data, loaded.target, taps, holdout)
+    train, held = split_holdout(data.documents, config.data.holdout)
+    speculators_data.write(place / "data", train, held, loaded.target, taps)
 
 
 # ---- training and decoding ----
