@@ -76,18 +76,8 @@ def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:
         if name in groups.get(group, {}) and groups[group][name] is None:
             groups[group][name] = default
             keys.append(key)
-    if _fill_optimizer(groups.get("train", {}), names):
+    train = groups.get("train", {})
+    if train.get("optimizer", {}) in (None, {"name": None}):
+        train["optimizer"] = automatic_optimizer(names.get("drafter"), names.get("launch"))
         keys.append("train.optimizer")
     return tuple(keys)
-
-
-def _fill_optimizer(train: dict[str, Any], names: Mapping[str, Any]) -> bool:
-    """Choose an optimizer without a name; return whether nothing of it is set."""
-    given = train.get("optimizer", {})
-    given = {"name": None} if given is None else given
-    if not isinstance(given, dict) or given.get("name", "") is not None:
-        return False
-    chosen = automatic_optimizer(names.get("drafter"), names.get("launch"))
-    given = {key: value for key, value in given.items() if value is not None}
-    train["optimizer"] = {**chosen, **given}
-    return not given

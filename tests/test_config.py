@@ -136,7 +136,7 @@ def test_dataclass_defaults_equal_yaml_defaults() -> None:
     ("words", "name", "rate"),
     [
         ([], "muon", 3.0),
-        (["train.optimizer.rate=2"], "muon", 2.0),
+        (["train.optimizer=auto"], "muon", 3.0),
         (["drafter=medusa"], "adamw", 1.0),
         (["launch=zero2"], "adamw", 1.0),  # it divides matrices over the ranks
         (["train.optimizer=muon"], "muon", 1.0),
