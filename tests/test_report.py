@@ -181,6 +181,15 @@ def test_left_out_prompts_are_printed() -> None:
     )
 
 
+def test_drafts_deeper_than_training_are_printed_with_their_acceptance() -> None:
+    """Two rounds of depth 3 accept 3 and 1 tokens: token 2 follows token 1 in one of them."""
+    text = printed(report(2.0, trained_depths=1))
+    note = "decode.depth=3 exceeds drafter.depths=1: after accepted parents, draft tokens 2 to 3"
+    assert f"{note} are accepted with 0.50, 1.00; token 1 with 1.00" in text
+    assert "exceeds drafter.depths" not in printed(report(2.0, trained_depths=3))
+    assert "exceeds drafter.depths" not in printed(report(2.0, trained_depths=None))
+
+
 def test_theory_table_has_measured_and_predicted_speedups() -> None:
     """Per round: 500 ms, of which 125 are verify and commit; tau x plain step = 3 x 333.3 ms."""
     text = printed(report(2.0), in_full=True)
