@@ -49,7 +49,8 @@ class Calibration:
             return accuracy.log().expand_as(x)
         low, high = known[above - 1], known[above]
         share = (x - low) / (high - low)
-        return torch.lerp(accuracy[above - 1], accuracy[above], share).log()
+        out: Tensor = torch.lerp(accuracy[above - 1], accuracy[above], share).log()
+        return out
 
 
 def _rising(bins: Sequence[Bin]) -> tuple[list[float], list[float]]:
