@@ -45,9 +45,8 @@ SERVES = {  # engine -> format -> drafter -> the engine's name of it
         "transformers": {"draft_lm": "draft_model"},
     },
 }
-COMPUTES: dict[
-    str, dict[str, Any]
-] = {  # engine -> settings of eagle3 that it does not read -> the value that it computes
+# engine -> settings of eagle3 that it does not read -> the value that it computes
+COMPUTES: dict[str, dict[str, Any]] = {
     "llamacpp": {"feedback": "raw", "fc_norm": "none", "residual": "raw", "layers": 1},
     "openvino": {"feedback": "raw", "fc_norm": "none"},
 }

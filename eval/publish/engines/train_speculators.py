@@ -19,7 +19,7 @@ def use_cpu() -> None:
     def current(check_available: bool = False) -> torch.device | None:
         return None if check_available else cpu
 
-    class UnpinnedLoader(dataloader.DataLoader):  # type: ignore[misc, name-defined]
+    class UnpinnedLoader(dataloader.DataLoader):
         def __init__(self, *words: Any, **settings: Any) -> None:
             super().__init__(*words, **{**settings, "pin_memory": False})
 
