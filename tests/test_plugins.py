@@ -59,8 +59,15 @@ def plugin(name: str, text: str) -> str:
 
 def test_a_file_registers_a_loss_that_the_configuration_names(folder: Path) -> None:
     words = ["drafter.loss=[2*focal]", f"run.plugins=[{plugin('mine.py', LOSS)}]"]
-    with pytest.raises(ConfigError, match=r"not a term.\n.*run.plugins=\[MODULE or FILE.py\]"):
-        parse(compose(words[:1]))
+    for word in (
+        words[0],
+        "drafter=mine",
+        "decode=mine",
+        "train.optimizer=mine",
+        "train.schedule=x",
+    ):
+        with pytest.raises(ConfigError, match=r"\n.*run.plugins=\[MODULE or FILE.py\]"):
+            parse(compose([word]))
     load_plugins(named_plugins(words))
     config = parse(compose(words))
     assert config.run.plugins == ("mine.py",)
