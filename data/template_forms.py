@@ -9,11 +9,12 @@ every mark, with arguments that are neither encoded twice nor written as Python 
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 from outrider.data.conversations import Message
 from outrider.data.tool_calls import THOUGHT_KEYS, call_arguments
@@ -22,6 +23,7 @@ from outrider.models.target import chat_template
 CONTENT, THOUGHT, NAME, ARGUMENT = "xqcontentjz", "xqthoughtjz", "xqnamejz", "xqargumentjz"
 CITY = "xqkeyjz"
 TAG, END_TAG = "<think>", "</think>"
+TAGGED_ANSWER = re.compile(rf"\s*{TAG}(.*?){END_TAG}\s*(.*)", re.DOTALL)
 PARTS, TAGGED = "parts", "tagged"  # places of a thought that are no key
 TOOL = {
     "type": "function",
@@ -37,6 +39,7 @@ class TemplateForms:
 
     Attributes:
         thought: key of a thought beside the content, PARTS or TAGGED; None: it takes none.
+        tags_are_text: thoughts are read elsewhere; `<think>` in the content is rendered as text.
         removes_thoughts: thoughts in the content are removed, also from the last answer.
         no_content: content of a call without text.
         text_arguments: arguments are JSON text, not an object.
@@ -46,6 +49,7 @@ class TemplateForms:
     """
 
     thought: str | None = None
+    tags_are_text: bool = False
     removes_thoughts: bool = False
     no_content: str | None = ""
     text_arguments: bool = False
@@ -63,6 +67,15 @@ class TemplateForms:
             turn["tool_call_id"] = _short(turn["tool_call_id"])
         thought = turn.pop("reasoning_content", None)
         return turn if thought is None else self._with_thought(turn, thought)
+
+    def without_tags(self, message: Message) -> Message:
+        """Return an answer whose thought in tags is moved out of the content, if tags are text."""
+        tagged = self.tags_are_text and message["role"] == "assistant"
+        found = TAGGED_ANSWER.fullmatch(message["content"]) if tagged else None
+        if not found or "reasoning_content" in message:
+            return message
+        moved = {"content": found[2], "reasoning_content": found[1].strip()}
+        return cast(Message, {**message, **moved})
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -106,8 +119,11 @@ def _template_forms(tokenizer: Any, template: str) -> TemplateForms:
         return TemplateForms(text=not text)  # if it fails, 20 more would each take the time limit
     tagged = render({**answer, "content": _tagged(THOUGHT, CONTENT)})
     calls = next(_call_forms(render), TemplateForms())
+    thought = TemplateForms(thought=_thought_place(render, tagged))
+    apart = Message(role="assistant", content=CONTENT, reasoning_content=THOUGHT)
     return TemplateForms(
-        thought=_thought_place(render, tagged),
+        thought=thought.thought,
+        tags_are_text=thought.thought is not None and render(thought.turn(apart)) != tagged,
         removes_thoughts=CONTENT in tagged and THOUGHT not in tagged,
         no_content=calls.no_content, text_arguments=calls.text_arguments,
         short_ids=calls.short_ids, tools=NAME in render(answer, tools=[TOOL]),

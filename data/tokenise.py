@@ -107,10 +107,15 @@ def rendered_part(
     An answer with tool calls or a thought, or after the results of tools, that the template renders
     in part would be trained as a text that the target does not write.
     """
-    whole = Conversation(messages, _tools(messages))
+    templated = getattr(tokenizer, "chat_template", None)
+    if templated and any(END_TAG in turn["content"] for turn in messages):
+        forms = template_forms(tokenizer)
+        whole = Conversation(map(forms.without_tags, messages), _tools(messages))
+    else:
+        whole = Conversation(messages, _tools(messages))
     if all(len(turn) == 2 and turn["role"] != "tool" for turn in whole):
         return whole, None
-    if getattr(tokenizer, "chat_template", None):
+    if templated:
         lost = lost_turn(ChatTemplate(tokenizer, tools=whole.tools).text, whole)
     else:  # plain text has no place for a call, a result or a thought
         special = (i for i, turn in enumerate(whole) if len(turn) > 2 or turn["role"] == "tool")

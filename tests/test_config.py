@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from outrider.conf import automatic
 from outrider.conf import compose as composing
 from outrider.conf.compose import CONF, choices, compose, groups, parse_words
 from outrider.conf.errors import ConfigError, RunError
@@ -121,12 +122,45 @@ def test_drafters_and_yaml_files_correspond() -> None:
 
 
 def test_dataclass_defaults_equal_yaml_defaults() -> None:
-    """Keys that are null in the yaml files have the embedded target's values."""
-    config = parsed()
+    """Keys that are null in the yaml files have the embedded target's values.
+
+    A dataclass fills what an older file lacks, with the default of that time.
+    """
+    config = parsed("train.optimizer=adamw", "drafter.feedback=raw", "drafter.taps=null")
     for group, schema in GROUPS.items():
         assert schema() == getattr(config, group), group
     assert type(config.drafter)() == config.drafter
     assert GenerateConfig() == parsed("data=self").data.generate
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "rate"),
+    [
+        ([], "muon", 3.0),
+        (["train.optimizer=auto"], "muon", 3.0),
+        (["drafter=medusa"], "adamw", 1.0),
+        (["launch=zero2"], "adamw", 1.0),  # it divides matrices over the ranks
+        (["train.optimizer=muon"], "muon", 1.0),
+        (["train.optimizer=sgd"], "sgd", 30.0),
+    ],
+)
+def test_optimizer_suits_drafter_and_launch(words: list[str], name: str, rate: float) -> None:
+    optimizer = parsed(*words).train.optimizer
+    assert (optimizer.name, optimizer.rate) == (name, rate)
+
+
+def test_an_older_torch_has_no_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "version", lambda _: "2.8.1+cpu")
+    assert parsed().train.optimizer.name == "adamw"
+
+
+def test_a_stored_optimizer_is_kept() -> None:
+    saved = changed(**{"train.optimizer": {"name": "adamw"}})
+    assert parse(saved).train.optimizer.name == "adamw"
+    values = OmegaConf.to_container(saved)
+    assert isinstance(values, dict)
+    del values["train"]["optimizer"]  # of a version that had only AdamW
+    assert parse(OmegaConf.create(values)).train.optimizer.name == "adamw"
 
 
 @pytest.mark.parametrize(("target", "data"), [("tiny", "tiny"), ("smollm2", "self")])

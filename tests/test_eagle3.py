@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafters.eagle3 import Config, Eagle3, default_taps
+from outrider.models.drafters.eagle3 import Config, Eagle3, default_taps, spread_taps
 from outrider.models.drafting.self_feeding import SelfFeedingState
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
@@ -58,12 +59,26 @@ def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, ...]
     assert default_taps(layers) == taps
 
 
-def test_default_taps_exist_and_ascend() -> None:
+@pytest.mark.parametrize("rule", [default_taps, spread_taps])
+def test_default_taps_exist_and_ascend(rule: Callable[[int], tuple[int, ...]]) -> None:
     for layers in range(1, 100):
-        taps = default_taps(layers)
+        taps = rule(layers)
         assert list(taps) == sorted(set(taps))
         assert 0 <= taps[0] <= taps[-1] < layers
         assert len(taps) == (3 if layers > 3 else min(2, layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [(4, (0, 1, 2)), (8, (1, 3, 6)), (12, (1, 5, 9)), (24, (1, 11, 20)), (32, (1, 15, 28))],
+)
+def test_spread_taps_leave_an_eighth_of_the_layers_above(
+    layers: int, taps: tuple[int, ...]
+) -> None:
+    """From 24 layers on they are the reference's; the last layer is never tapped."""
+    assert spread_taps(layers) == taps
+    assert Config(taps="spread").tap_layers(layers) == taps
+    assert Config().tap_layers(layers) == default_taps(layers)
 
 
 def test_parameters_match_published_checkpoints(target: Target) -> None:
@@ -181,7 +196,7 @@ class Literal:
 def test_the_unroll_equals_loops_over_rows_and_depths(target: Target, attention: str) -> None:
     drafter = built(target, attention=attention)
     trace = tiny.packed_trace(target)
-    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    trained = [drafter.head(tiny.spread(guess, trace)) for guess in drafter.unroll(trace)]
     assert len(trained) == tiny.DEPTHS
     compared = 0
     for row, start, stop in tiny.document_spans(trace):
@@ -214,12 +229,12 @@ def test_every_depth_depends_on_the_newest_token(target: Target) -> None:
     """Depth d embeds x_{t+d}, and only the guesses from there on change."""
     drafter = built(target)
     trace = tiny.packed_trace(target)
-    before = [guess.hidden for guess in drafter.unroll(trace)]
+    before = [tiny.spread(guess, trace) for guess in drafter.unroll(trace)]
     for newest in (1, 2, 3):
         ids, following = trace.ids.clone(), trace.next_ids.clone()
         ids[1, 6 + newest] = following[1, 5 + newest] = (int(ids[1, 6 + newest]) + 9) % tiny.VOCAB
         changed = dataclasses.replace(trace, ids=ids, next_ids=following)
-        after = [guess.hidden for guess in drafter.unroll(changed)]
+        after = [tiny.spread(guess, changed) for guess in drafter.unroll(changed)]
         differs = [not torch.allclose(a[1, 6], b[1, 6]) for a, b in zip(before, after, strict=True)]
         assert differs == [depth >= newest for depth in (1, 2, 3)]
 
@@ -380,7 +395,7 @@ def test_every_variant_decodes_as_it_was_trained(target: Target, changes: dict[s
     """Rows in uneven pieces, then the text's own tokens as drafts, three deep."""
     drafter, compared = built(target, **changes), 0
     trace = tiny.packed_trace(target)
-    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    trained = [drafter.head(tiny.spread(guess, trace)) for guess in drafter.unroll(trace)]
     for row, start, stop in tiny.document_spans(trace):
         state = None
         for first in range(start, stop - 1, 2):

@@ -267,6 +267,14 @@ def test_a_thought_is_supervised_where_the_template_reads_it(name: str, expected
     assert not summary.counts
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "lfm2_5", "qwen3", "glm4_5", "nemotron_3"])
+def test_a_thought_in_tags_is_trained_as_the_template_writes_thoughts(name: str) -> None:
+    """Templates that read thoughts elsewhere render the tags of a content as text."""
+    tagged = {**FINAL, "content": "<think>\nHm.\n</think>\n\n21 degrees."}
+    apart = {**FINAL, "reasoning_content": "Hm."}
+    assert answers(name, [QUESTION, tagged]) == answers(name, [QUESTION, apart])
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma3", "r1_distill", "mistral"])
 def test_a_thought_that_the_template_does_not_take_ends_the_conversation(name: str) -> None:
     thinking = {**FINAL, "reasoning_content": "Hm."}

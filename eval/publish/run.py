@@ -98,6 +98,7 @@ class Export:
         self.run = Path(config.run.dir)
         drafter, self.cfg = native.FORMATS[0].read(drafter_folder(self.run), loaded.target)
         self.drafter = drafter
+        engine_check.check_drafter(settings, self.cfg)
         if settings.format != "all":
             form = formats.find(settings.format, self.cfg.name)
             require_exportable(form, drafter, loaded.target, self.cfg)
