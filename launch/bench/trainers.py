@@ -13,7 +13,7 @@ Unequal:
     packing         speculators packs whole conversations: its limit is half a mean conversation
                     above `tokens`, so that its steps do not read less
     attention       full in both, which in speculators needs `--full-attention-indices 0`
-    learning rate   speculators' is searched on the measured prompts, Outrider's is its default
+    learning rate   `rates` are tried for speculators, Outrider's is its default
 """
 
 import dataclasses
