@@ -1,0 +1,77 @@
+"""Recurrent modules of a model (linear attention, Mamba, short convolutions), found by their code.
+
+A module is recurrent if its code writes a state of a cache through transformers' methods, whatever
+the module is called. Inside `recorded`, a cache of Outrider runs these modules: see
+`cache/recurrent_states.py`.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from outrider.models.cache.attention_cache import AttentionCache
+from outrider.models.cache.recurrent_states import Call
+from outrider.models.target.layer_parts import replace_forward
+
+STATE_METHODS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+ROW_METHODS = {"update"}
+# kinds of layers in `layer_types` of configurations
+RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
+
+
+def has_recurrent_layers(config: Any) -> bool:
+    """Return whether the configuration of a text model names layers with a recurrent state."""
+    kinds = [*(getattr(config, "layer_types", None) or ()), getattr(config, "model_type", "")]
+    return any(word in str(kind) for kind in kinds for word in RECURRENT_KINDS)
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that write a state of a cache, in the order of the model."""
+    if _calls(model, STATE_METHODS):
+        return [model]
+    return [found for child in model.children() for found in recurrent_modules(child)]
+
+
+def writes_rows(model: nn.Module) -> bool:
+    """Return whether a module of the model writes keys and values to a cache."""
+    return any(_calls(module, ROW_METHODS) for module in model.modules())
+
+
+def _calls(module: nn.Module, methods: set[str]) -> bool:
+    """Return whether the code of a module's class, without its submodules, names a method."""
+    if type(module).__module__.startswith("torch."):
+        return False
+    functions = [*filter(callable, vars(type(module)).values())]
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
+    return any(code is not None and methods & {*code.co_names} for code in codes)
+
+
+@contextmanager
+def recorded(
+    modules: Sequence[nn.Module], cache: AttentionCache, by_rows: dict[type, bool]
+) -> Iterator[None]:
+    """Let the cache run the modules inside.
+
+    Args:
+        by_rows: by class, whether a module reads several rows only from an empty state; filled by
+            an experiment the first time that it matters.
+    """
+    with ExitStack() as replaced:
+        for module in modules:
+            run = partial(_run, cache, module, module.forward, by_rows)
+            replaced.enter_context(replace_forward(module, run))
+        yield
+
+
+def _run(
+    cache: AttentionCache, module: nn.Module, forward: Any, by_rows: dict[type, bool],
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    call, kind = Call(forward, args, kwargs), type(module)
+    if kind not in by_rows and cache.states.continues_text:
+        by_rows[kind] = cache.states.ignores_state(call)
+    return cache.states.run(call, by_rows.get(kind, False))
