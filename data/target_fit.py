@@ -10,6 +10,7 @@ from outrider.conf.searched import SearchedConfig
 from outrider.data.record.layout import check_record
 from outrider.models import drafters
 from outrider.models.decode.from_config import decodings, sampling_of
+from outrider.models.decode.policy import require_chain_for
 from outrider.models.interface import ModelShape
 from outrider.models.target import load, process
 from outrider.models.target.load import LoadedTarget
@@ -34,6 +35,8 @@ def load_fitting_target(
     Raises:
         ConfigError: a setting does not suit the target, or the target cannot be loaded.
     """
+    if load.is_recurrent(config.target):
+        check_recurrent_fit(config)
     if shape := load.read_shape(config.target):
         check_fit(config, shape)
         if trains:
@@ -54,6 +57,14 @@ def check_fit(config: Config, shape: ModelShape) -> None:
         drafters.check(config.drafter, shape)
     for _, decode in decodings(config):
         sampling_of(decode, shape.vocab)
+
+
+def check_recurrent_fit(config: Config) -> None:
+    """Check the drafter, unless it is a published one, and the policies of decoding."""
+    if config.eval.drafter is None:
+        drafters.check_recurrent(config.drafter.name)
+    for _, decode in decodings(config):
+        require_chain_for(True, decode.kind != "chain")
 
 
 def _check_text(config: Config, shape: ModelShape) -> None:

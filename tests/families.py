@@ -48,11 +48,105 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama4": (hf.Llama4TextConfig, {**LLAMA4, "attention_chunk_size": 6, "floor_scale": 4}),
 }
 
+ROUTED = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+LATENT = {
+    "layer_types": DELTA["layer_types"], "num_key_value_heads": 4, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 4, **EXPERTS,
+}  # fmt: skip
+# chunks of the kernels that are shorter than the tests' texts
+MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}  # fmt: skip
+MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+SHARED = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 8}
+SHARED |= {"tie_word_embeddings": False}
+UNTIED = {"tie_word_embeddings": False}  # tied ones repeat a token
+CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], **UNTIED}
+CONV_ATTENTION = {
+    "head_dim": 8, "layer_types": ["hybrid", "hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "moe_intermediate_size": 24,
+}  # fmt: skip
+INKLING = {
+    **CONV_ATTENTION, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8, "sliding_window_size": 6, "d_rel": 4, "rel_extent": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+}  # fmt: skip
+NEMOTRON = {
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "mamba_num_heads": 8,
+    "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 8, "head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+}  # fmt: skip
+JAMBA = {
+    "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2, "num_experts_per_tok": 1,
+    "mamba_d_state": 8, "mamba_dt_rank": 4,
+}  # fmt: skip
+BARE = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+
+# with recurrent layers; the names of classes, which old versions of transformers do not have
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA, **ROUTED}),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA, **ROUTED}),
+    "olmo_hybrid": ("OlmoHybridConfig", DELTA),
+    "kimi_linear": ("KimiLinearConfig", {
+        **LATENT, "linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }),
+    "bailing_hybrid": ("BailingHybridConfig", {
+        **LATENT, "head_dim": 8, "num_local_experts": 8, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }),
+    "bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [2]}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {
+        **MAMBA2, "layer_types": MIXED, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+    }),
+    "falcon_h1": ("FalconH1Config", {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, **UNTIED}),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "zamba": ("ZambaConfig", {**SHARED, "n_mamba_heads": 2, "mamba_dt_rank": 4}),
+    "zamba2": ("Zamba2Config", {
+        **SHARED, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 8,
+        "num_mem_blocks": 1,
+    }),
+    "jamba": ("JambaConfig", JAMBA),
+    "lfm2": ("Lfm2Config", {**CONV, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("Lfm2MoeConfig", {**CONV, **EXPERTS, "num_experts": 4, "num_dense_layers": 1}),
+    "lfm3": ("Lfm3Config", {
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "head_dim": 8,
+        "conv_L_cache": 4, **WINDOWS,
+    }),
+    "minimax": ("MiniMaxConfig", {
+        "layer_types": MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
+    }),
+    "zaya": ("ZayaConfig", {
+        **CONV_ATTENTION, "num_experts": 4, "router_hidden_size": 8, **WINDOWS, **UNTIED,
+    }),
+    "inkling": ("InklingTextConfig", {
+        **INKLING, "logits_mup_width_multiplier": 1.0,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }),
+    "inkling2": ("Inkling2TextConfig", {
+        **INKLING, "unpadded_vocab_size": 61, "n_layers_per_attn_res_block": 2,
+    }),
+    "mamba": ("MambaConfig", {"state_size": 8}),
+    "mamba2": ("Mamba2Config", BARE),
+    "falcon_mamba": ("FalconMambaConfig", {"state_size": 8}),
+}  # fmt: skip
+HYBRIDS = {name: pair for name, pair in HYBRIDS.items() if hasattr(hf, pair[0])}
+
 
 def small_model(family: str, seed: int = 0, **changes: object) -> Any:
     """A random float32 model with weights large enough that a wrong mask changes its logits."""
     torch.manual_seed(seed)
-    kind, extra = FAMILIES[family]
+    kind, extra = FAMILIES.get(family) or HYBRIDS[family]
+    kind = getattr(hf, kind) if isinstance(kind, str) else kind
     fields = {**SMALL, **extra, **changes}
     if family == "gpt2":
         fields = {

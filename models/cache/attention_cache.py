@@ -23,9 +23,12 @@ class AttentionCache(Cache):
 
     Attributes:
         states: of recurrent layers, which read and write them through the methods of transformers.
+        undo_rows: a forward of at most so many rows may drop some of them afterwards, recurrent
+            states included; rows of attention layers may always be dropped.
     """
 
     is_compileable = False
+    undo_rows = 0
     states: RecurrentStates
 
     def __init__(self) -> None:

@@ -27,14 +27,7 @@ from outrider.models.small_matmul import gqa_attention
 
 
 class KVCache(AttentionCache):
-    """Slots of `capacity` rows, allocated when a layer first writes.
-
-    Attributes:
-        undo_rows: a forward of at most so many rows may drop some of them afterwards, recurrent
-            states included; rows of attention layers may always be dropped.
-    """
-
-    undo_rows = 0
+    """Slots of `capacity` rows, allocated when a layer first writes."""
 
     def __init__(self, slots: int, capacity: int, depth: int, device: torch.device) -> None:
         """
@@ -108,7 +101,7 @@ class KVCache(AttentionCache):
         if length == 0:
             self.states.clear(slot)
         elif dropped:
-            self.states.keep({slot: self._count - dropped})
+            self.states.keep({slot: length})
         self.lengths[slot] = length
 
     def restore(self, slot: int, length: int, states: States) -> None:
@@ -159,7 +152,7 @@ class KVCache(AttentionCache):
         if not self._equal_lengths:
             shifts = torch.tensor(active, device=device) - self._start
             self._new_columns = self._new_columns + shifts[:, None]
-        self.states.reserve(count, count <= self.undo_rows)
+        self.states.reserve(active, count, count <= self.undo_rows)
         # all views of a forward at once: one by one they cost as much as its copies
         self._views = [self._slice_block(block) for _, block, _ in self._blocks]
 
@@ -250,8 +243,8 @@ class KVCache(AttentionCache):
         starts = [length - count for length in self.active_lengths]
         for slot, start, path in zip(range(first, stop), starts, paths, strict=True):
             self.lengths[slot] = start + len(path)
-        dropped = {slot: len(p) for slot, p in enumerate(paths, first) if len(p) < count}
-        self.states.keep(dropped)
+        shorter = [s for s, path in enumerate(paths, first) if len(path) < count]
+        self.states.keep({slot: self.lengths[slot] for slot in shorter})
         if is_prefix(paths):
             return
         assert paths_on_device is not None, "rows that move need their indices on the device"

@@ -67,12 +67,16 @@ class Undo:
 
     Attributes:
         first: the first of the slots.
+        starts: how many rows each slot had.
+        count: T.
+        filled: whether the slots had states.
         before: their states before the forward.
         calls: of the recurrent modules.
         after_rows: states after each row, of modules that ran row by row.
     """
 
     first: int
+    starts: list[int]
     count: int
     filled: bool
     before: States
@@ -129,12 +133,18 @@ class RecurrentStates:
 
     # ---- a forward ----
 
-    def reserve(self, count: int, undo: bool) -> None:
-        """Begin a forward of `count` rows; `undo`: some of them may be dropped after it."""
+    def reserve(self, starts: list[int], count: int, undo: bool) -> None:
+        """Begin a forward of `count` rows.
+
+        Args:
+            starts: rows of each selected slot.
+            undo: some of the new rows may be dropped after the forward.
+        """
         self._count, self._written, self._undo = count, set(), None
         if undo and self._states:
             before = {key: state[self._window].clone() for key, state in self._states.items()}
-            self._undo = Undo(self._window.start, count, self._are_filled, before)
+            first, filled = self._window.start, self._are_filled
+            self._undo = Undo(first, starts, count, filled, before)
 
     def commit(self) -> None:
         """End a forward."""
@@ -231,22 +241,24 @@ class RecurrentStates:
 
     # ---- dropping rows ----
 
-    def keep(self, counts: Mapping[int, int]) -> None:
-        """Keep the first rows of the last forward.
+    def keep(self, lengths: Mapping[int, int]) -> None:
+        """Drop rows of the last forward.
 
         Args:
-            counts: how many, of each slot that drops some.
+            lengths: rows that are left, of each slot that drops some.
 
         Raises:
-            ValueError: the forward was not begun with `undo`.
+            ValueError: rows of an earlier forward, or of one that was begun without `undo`.
         """
-        groups: dict[int, list[int]] = {}
-        for slot, count in counts.items():
-            groups.setdefault(count, []).append(slot)
-        for count, slots in groups.items() if self._states else ():
-            if self._undo is None:
-                raise ValueError("a recurrent state cannot drop rows of a forward without undo")
-            self._rewind(self._undo, slots, count)
+        undo, groups = self._undo, dict[int, list[int]]()
+        for slot, length in lengths.items() if self._states else ():
+            kept = -1 if undo is None else length - undo.starts[slot - undo.first]
+            if kept < 0:
+                raise ValueError(f"recurrent states of slot {slot} cannot go back to row {length}")
+            groups.setdefault(kept, []).append(slot)
+        for kept, slots in groups.items():
+            assert undo is not None, "checked above"
+            self._rewind(undo, slots, kept)
 
     def _rewind(self, undo: Undo, slots: Sequence[int], count: int) -> None:
         device = next(iter(self._states.values())).device

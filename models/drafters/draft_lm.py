@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import DEPTHS, PROBABILITY, TOKENS, WIDTH, option
 from outrider.conf.schema import DrafterConfig, LaunchConfig, TargetConfig
-from outrider.models.cache.attention_masks import document_mask, extend_ancestor_mask
+from outrider.models.cache.attention_masks import extend_ancestor_mask
 from outrider.models.cache.state_cache import PromptRows, StateCache
 from outrider.models.drafting.causal_lm import (
     LmHead,
@@ -180,8 +180,8 @@ class DraftLm(BatchDrafter):
             new = getattr(self.lm.model, "activation_checkpointing_enable", None)
             (new or self.lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
             self._checkpoints = True
-        mask = document_mask(trace.document)
-        last = self.lm.forward(trace.ids, trace.positions, mask, grad=torch.is_grad_enabled()).last
+        grad = torch.is_grad_enabled()
+        last = self.lm.read_packed(trace.ids, trace.positions, trace.document, grad).last
         yield from shifted_guesses(last, self.depths)
 
     # ---- decoding ----

@@ -11,7 +11,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.recurrent_states import Call
@@ -75,3 +78,29 @@ def _run(
     if kind not in by_rows and cache.states.continues_text:
         by_rows[kind] = cache.states.ignores_state(call)
     return cache.states.run(call, by_rows.get(kind, False))
+
+
+def documents_by_length(document: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N L"]]:
+    """Yield, for every length L, the places of its N documents in the flattened rows.
+
+    Negative numbers are padding, which is left out.
+    """
+    groups = dict[int, list[Tensor]]()
+    places = torch.arange(document.numel(), device=document.device).view(document.shape)
+    for row, numbers in zip(places, document, strict=True):
+        starts = (torch.nonzero(numbers.diff()).flatten() + 1).tolist()
+        real = numbers[[0, *starts]] >= 0
+        for part, kept in zip(row.tensor_split(starts), real.tolist(), strict=True):
+            if kept:
+                groups.setdefault(len(part), []).append(part)
+    yield from map(torch.stack, groups.values())
+
+
+def most_on_a_rank(layers: nn.ModuleList, count: int) -> int:
+    """Return the largest count on a rank, where sharded layers make all ranks run together."""
+    if not dist.is_initialized() or not hasattr(layers[0], "unshard"):
+        return count
+    device = next(layers.parameters()).device
+    counts = torch.tensor(count, device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return int(counts)

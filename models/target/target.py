@@ -30,9 +30,11 @@ from outrider.models.target.fast_llama import FastLlama, supports
 from outrider.models.target.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.target.lora import has_adapters
 from outrider.models.target.model_shape import shape_of
-from outrider.models.target.query_scales import scale_queries
+from outrider.models.target.query_scales import distance_modules, scale_queries, set_distances
 from outrider.models.target.recurrent import (
+    documents_by_length,
     has_recurrent_layers,
+    most_on_a_rank,
     recorded,
     recurrent_modules,
     writes_rows,
@@ -88,6 +90,7 @@ class Target:
         arguments = inspect.signature(self.base_model.forward).parameters
         self._cache_argument = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._attends = not self.recurrent or writes_rows(self.base_model)
+        self._distances = distance_modules(self.base_model)
         self._by_rows: dict[type, bool] = {}
         # the layers have shapes but no weights: only embedding and head can be used
         self.ends_only = any(p.is_meta for p in self.layers[0].parameters())
@@ -261,6 +264,9 @@ class Target:
             hooks.enter_context(scale_queries(self.layers, positions))
             if cache is not None:
                 hooks.enter_context(recorded(self.recurrent, cache, self._by_rows))
+            if cache is not None and self._distances:
+                columns = cache.column_positions(positions)
+                hooks.enter_context(set_distances(self._distances, positions, columns))
             if part is not WHOLE:
                 hooks.enter_context(limit_layers(self.layers, part))
             for tap in wanted:
@@ -285,15 +291,27 @@ class Target:
         positions: Int[Tensor, "B T"],
     ) -> Trace:
         """Run packed rows, the columns of a `Batch`; documents do not attend to each other."""
-        read = self._read_documents if self.recurrent else self._read_rows
-        states = read(ids, positions, document)
+        states = self.read_packed(ids, positions, document)
         return Trace.from_batch(Batch(ids, answer, document, positions), states.taps, states.last)
 
-    def _read_rows(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
+    def read_packed(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        document: Int[Tensor, "B T"],
+        grad: bool = False,
+    ) -> TargetStates:
+        """Run packed rows; documents do not see each other, and padding has undefined states."""
+        read = self._read_documents if self.recurrent else self._read_rows
+        return read(ids, positions, document, grad)
+
+    def _read_rows(
+        self, ids: Tensor, positions: Tensor, document: Tensor, grad: bool
+    ) -> TargetStates:
         """Run packed rows in one forward, or in chunks where the mask would be too large."""
         batch, length = ids.shape
-        if batch * length**2 <= MASK_ELEMENTS:
-            return self.forward(ids, positions, document_mask(document))
+        if grad or batch * length**2 <= MASK_ELEMENTS:
+            return self.forward(ids, positions, document_mask(document), grad=grad)
         # a block per layer: layers may be on several devices
         cache = KVCache(batch, length, 1, self.layer_device)
         size, chunks = max(1, MASK_ELEMENTS // (batch * length)), []
@@ -303,31 +321,28 @@ class Target:
             chunks.append(self.forward(ids[:, new], positions[:, new], mask, cache))
         return TargetStates(*(torch.cat(part, dim=1) for part in zip(*chunks, strict=True)))
 
-    def _read_documents(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
-        """Run packed rows, one document at a time; those of one length together.
+    def _read_documents(
+        self, ids: Tensor, positions: Tensor, document: Tensor, grad: bool
+    ) -> TargetStates:
+        """Run packed rows document by document, those of one length together.
 
-        Recurrent layers do not respect masks. The states of padding are 0.
+        Recurrent layers do not respect masks.
         """
-        parts = dict[int, list[Tensor]]()
-        for row, numbers in enumerate(document):
-            index = torch.arange(len(numbers), device=numbers.device) + row * len(numbers)
-            ends = torch.nonzero(numbers.diff()).flatten() + 1
-            for part in index.tensor_split(ends.cpu()):
-                if document.flatten()[part[0]] >= 0:
-                    parts.setdefault(len(part), []).append(part)
-        out = None
-        for same in parts.values():
-            index = torch.stack(same)
-            states = self._read_rows(
-                ids.flatten()[index], positions.flatten()[index], torch.zeros_like(index)
-            )
-            if out is None:
-                shape = ids.shape
-                out = [part.new_zeros(shape.numel(), part.shape[-1]) for part in states]
-            for whole, part in zip(out, states, strict=True):
+        groups = [*documents_by_length(document)]
+        read = []
+        for index in groups:
+            rows = (ids.flatten()[index], positions.flatten()[index], torch.zeros_like(index))
+            read.append(self._read_rows(*rows, grad))
+        for _ in range(most_on_a_rank(self.layers, len(groups)) - len(groups)):
+            one = ids[:1, :1]
+            self._read_rows(one, torch.zeros_like(one), torch.zeros_like(one), grad)
+        out = []
+        for parts in zip(*read, strict=True):
+            whole = parts[0].new_zeros(ids.numel(), parts[0].shape[-1])
+            for index, part in zip(groups, parts, strict=True):
                 whole[index] = part
-        assert out is not None, "rows without a document"
-        return TargetStates(*(part.view(*ids.shape, -1) for part in out))
+            out.append(whole.view(*ids.shape, -1))
+        return TargetStates(*out)
 
     def _additive_masks(self, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         """Return an additive 4-D mask; a dict by layer type where the family mixes several."""
