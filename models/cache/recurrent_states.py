@@ -91,7 +91,7 @@ class RecurrentStates:
         self._slots, self._states = slots, States()
         self._filled = [False] * slots  # whether a slot has read a row
         self._window = slice(0, slots)
-        self._count = 0  # of the current forward
+        self.count = 0  # rows of the current forward
         self._written = set[Key]()  # in the current forward
         self._touched = set[Key]()  # by the current module
         self._undo: Undo | None = None
@@ -140,7 +140,7 @@ class RecurrentStates:
             starts: rows of each selected slot.
             undo: some of the new rows may be dropped after the forward.
         """
-        self._count, self._written, self._undo = count, set(), None
+        self.count, self._written, self._undo = count, set(), None
         if undo and self._states:
             before = {key: state[self._window].clone() for key, state in self._states.items()}
             first, filled = self._window.start, self._are_filled
@@ -205,16 +205,16 @@ class RecurrentStates:
         Args:
             by_rows: one row at a time, unless the slots are empty.
         """
-        if self._count == 1:
+        if self.count == 1:
             return call.run()
         if not by_rows or not self._are_filled:
             if self._undo is not None:
                 self._undo.calls.append(call)
             return call.run()
         outputs = list[Any]()
-        for row in range(self._count):
+        for row in range(self.count):
             self._touched.clear()
-            outputs.append(call.part(self._count, slice(row, row + 1)).run())
+            outputs.append(call.part(self.count, slice(row, row + 1)).run())
             if self._undo is not None:
                 for key in self._touched:
                     after = self._states[key][self._window].clone()
@@ -224,7 +224,7 @@ class RecurrentStates:
     @property
     def continues_text(self) -> bool:
         """Whether several rows continue slots that have read some: what not all modules can do."""
-        return self._count > 1 and self._are_filled
+        return self.count > 1 and self._are_filled
 
     def ignores_state(self, call: Call) -> bool:
         """Return whether a module's output does not depend on its recurrent state."""

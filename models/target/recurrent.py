@@ -6,8 +6,10 @@ the module is called. Inside `recorded`, a cache of Outrider runs these modules:
 """
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache as once
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from outrider.models.cache.recurrent_states import Call
 from outrider.models.target.layer_parts import replace_forward
 
 STATE_METHODS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+SHORT = 16  # rows of a forward that need no chunks of the usual size
 ROW_METHODS = {"update"}
 # kinds of layers in `layer_types` of configurations
 RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
@@ -74,10 +77,42 @@ def _run(
     cache: AttentionCache, module: nn.Module, forward: Any, by_rows: dict[type, bool],
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    call, kind = Call(forward, args, kwargs), type(module)
-    if kind not in by_rows and cache.states.continues_text:
-        by_rows[kind] = cache.states.ignores_state(call)
-    return cache.states.run(call, by_rows.get(kind, False))
+    states, kind = cache.states, type(module)
+    if states.count <= SHORT and next(module.parameters()).device.type == "cpu":
+        forward = partial(_run_short, module, forward, states.count)
+    call = Call(forward, args, kwargs)
+    if kind not in by_rows and states.continues_text:
+        by_rows[kind] = states.ignores_state(call)
+    return states.run(call, by_rows.get(kind, False))
+
+
+def _run_short(module: Any, forward: Any, rows: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a few rows with chunks of about their number.
+
+    transformers' reference kernels pad the rows to whole chunks of 64 or 256. The result does not
+    depend on the size of chunks, but for rounding.
+    """
+    size = 1 << (rows - 1).bit_length()
+    if chunks_are_arguments(type(module)):
+        return forward(*args, chunk_size=size, **kwargs)
+    before = getattr(module, "chunk_size", None)
+    if before is None:
+        return forward(*args, **kwargs)
+    module.chunk_size = min(size, before)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.chunk_size = before
+
+
+@once
+def chunks_are_arguments(kind: type) -> bool:
+    """Return whether the forward of a class passes an argument `chunk_size` on to its kernel."""
+    forward = inspect.unwrap(vars(kind)["forward"])
+    file = vars(sys.modules[kind.__module__])
+    kernels = [file[name] for name in forward.__code__.co_names if callable(file.get(name))]
+    sizes = [inspect.signature(one).parameters.get("chunk_size") for one in kernels]
+    return any(size is not None and size.default is not inspect.Parameter.empty for size in sizes)
 
 
 def documents_by_length(document: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N L"]]:
