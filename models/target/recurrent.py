@@ -108,11 +108,15 @@ def _run_short(module: Any, forward: Any, rows: int, *args: Any, **kwargs: Any) 
 @once
 def chunks_are_arguments(kind: type) -> bool:
     """Return whether the forward of a class passes an argument `chunk_size` on to its kernel."""
+    sizes = [inspect.signature(one).parameters.get("chunk_size") for one in kernels_of(kind)]
+    return any(size is not None and size.default is not inspect.Parameter.empty for size in sizes)
+
+
+def kernels_of(kind: type) -> list[Any]:
+    """Return the functions and classes of its file that the forward of a class names."""
     forward = inspect.unwrap(vars(kind)["forward"])
     file = vars(sys.modules[kind.__module__])
-    kernels = [file[name] for name in forward.__code__.co_names if callable(file.get(name))]
-    sizes = [inspect.signature(one).parameters.get("chunk_size") for one in kernels]
-    return any(size is not None and size.default is not inspect.Parameter.empty for size in sizes)
+    return [file[name] for name in forward.__code__.co_names if callable(file.get(name))]
 
 
 def documents_by_length(document: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N L"]]:
