@@ -64,7 +64,7 @@ def check_recurrent_fit(config: Config) -> None:
     if config.eval.drafter is None:
         drafters.check_recurrent(config.drafter.name)
     for _, decode in decodings(config):
-        require_chain_for(True, decode.kind != "chain")
+        require_chain_for("target", True, decode.kind != "chain")
 
 
 def _check_text(config: Config, shape: ModelShape) -> None:

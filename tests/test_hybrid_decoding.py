@@ -19,6 +19,8 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import DialogueCache, Request
 from outrider.models.decode.sampling_params import Sampling
+from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafting.causal_lm import config_to_dict
 from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import tiny
@@ -206,6 +208,65 @@ def test_thirty_steps_lower_the_loss(name: str) -> None:
     of = target("bamba")
     losses = tiny.train_drafter(tiny.drafter(name, of), of, tiny.packed_trace(of), 30)
     assert losses[-1] < losses[0]
+
+
+def hybrid_draft_model(family: str, of: Target, **changes: Any) -> DraftLm:
+    """A draft model of a family, with its own random weights."""
+    body = config_to_dict(small_model(family).config)
+    drafter = tiny.drafter("draft_lm", of, tiny.vocab(tiny.VOCAB), body=body, **changes)
+    assert isinstance(drafter, DraftLm)
+    drafter.lm.model.load_state_dict(small_model(family).state_dict())
+    return drafter.eval()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "falcon_h1"])
+def test_a_hybrid_draft_model_predicts_itself(family: str) -> None:
+    """With the target's own weights every draft is accepted, for prompts of several lengths."""
+    of = target(family)
+    drafter = hybrid_draft_model(family, of)
+    outs = Engine(of, drafter, Chain(3)).generate_all(requests()[1:4], 3)
+    assert [tuple(out.ids) for out in outs] == list(answers(family)[1:4])
+    assert all(out.accepted[:3] == [3, 3, 3] for out in outs)
+
+
+def test_a_hybrid_draft_model_of_another_family_is_exact() -> None:
+    """Rejected drafts do not stay in the states of the draft model, nor of the target."""
+    of, drafter = target("bamba"), hybrid_draft_model("jamba", target("bamba"))
+    outs = Engine(of, drafter, Chain(3)).generate_all(requests(), 2)
+    assert [tuple(out.ids) for out in outs] == list(answers("bamba"))
+
+
+@pytest.mark.parametrize("family", ["bamba", "jamba"])
+def test_states_of_a_hybrid_draft_model_are_those_of_training(family: str) -> None:
+    """Logits of a chain equal those of `unroll` on the same tokens, in two calls of `absorb`."""
+    of = target("llama_tied")
+    drafter = hybrid_draft_model(family, of)
+    trace = tiny.packed_trace(of)
+    row, start, stop = tiny.document_spans(trace)[1]
+    assert stop >= start + 7
+    guesses = [guess.hidden[row] for guess in drafter.unroll(trace)]
+    state = None
+    for first, end in ((start, start + 2), (start + 2, start + 4)):
+        state = drafter.absorb(state, tiny.verified_rows(trace, row, first, end))
+        last, parents = end - 1, torch.zeros(1, dtype=torch.long)
+        drafted = state
+        for depth in (1, 2, 3):
+            ids = trace.ids[row, last + depth : last + depth + 1]
+            logits, drafted = drafter.step(drafted, depth, ids, parents)
+            wanted = drafter.head(guesses[depth - 1][last])
+            torch.testing.assert_close(logits[0], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_trees_of_a_hybrid_draft_model_are_refused() -> None:
+    of = target("llama")
+    drafter = hybrid_draft_model("lfm2", of)
+    with pytest.raises(ConfigError, match="draft model has recurrent layers"):
+        Engine(of, drafter, DynamicTree(depth=3, width=3, budget=8))
+
+
+def test_on_policy_text_of_a_hybrid_draft_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.on_policy = 0\.5\n.*padd"):
+        hybrid_draft_model("lfm2", target("llama"), on_policy=0.5)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

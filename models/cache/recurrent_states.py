@@ -219,7 +219,7 @@ class RecurrentStates:
                 for key in self._touched:
                     after = self._states[key][self._window].clone()
                     self._undo.after_rows.setdefault(key, []).append(after)
-        return _join(outputs)
+        return join_rows(outputs)
 
     @property
     def continues_text(self) -> bool:
@@ -287,8 +287,8 @@ class RecurrentStates:
             self._part = None
 
 
-def _join(outputs: Sequence[Any]) -> Any:
+def join_rows(outputs: Sequence[Any]) -> Any:
     """Concatenate the rows of a module's outputs."""
     if isinstance(outputs[0], tuple):
-        return tuple(map(_join, zip(*outputs, strict=True)))
+        return tuple(map(join_rows, zip(*outputs, strict=True)))
     return torch.cat(list(outputs), dim=1) if isinstance(outputs[0], Tensor) else outputs[-1]

@@ -88,10 +88,12 @@ class Engine:
         Raises:
             ValueError: the sampling parameters are invalid for this target, or the rule does not
                 fit the policy's drafts.
-            ConfigError: trees for a target with recurrent layers.
+            ConfigError: trees for a target or a draft model with recurrent layers.
         """
         if policy is not None:
-            require_chain_for(bool(target.recurrent), policy.branches)
+            require_chain_for("target", bool(target.recurrent), policy.branches)
+            chains_only = drafter is not None and drafter.chains_only
+            require_chain_for("draft model", chains_only, policy.branches)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab_size)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed

@@ -179,8 +179,8 @@ def check_compatible(rule: VerifyFn, policy: Policy) -> None:
         raise ValueError(f"rule {rule.name!r} verifies chains only, and the policy grows trees")
 
 
-def require_chain_for(recurrent: bool, branches: bool) -> None:
-    """Raise ConfigError for a tree with a target that has recurrent layers."""
+def require_chain_for(model: str, recurrent: bool, branches: bool) -> None:
+    """Raise ConfigError for a tree with a model that has recurrent layers."""
     if recurrent and branches:
-        why = "The target has recurrent layers, whose state follows one path of a tree."
+        why = f"The {model} has recurrent layers, whose state follows one path of a tree."
         raise ConfigError("decode", "a tree", why, "Use decode=chain.")
