@@ -113,6 +113,17 @@ def check(cfg: Any, shape: ModelShape) -> tuple[int, ...]:
     return taps
 
 
+def check_recurrent(name: str) -> None:
+    """Raise ConfigError for a drafter that does not work on a target with recurrent layers."""
+    if drafter_class(name).runs_target():
+        why = (
+            "It drafts with layers of the target and their rows, and this target has recurrent "
+            "layers, whose states would have to follow the drafts."
+        )
+        fix = "Use another drafter: eagle3, mtp, medusa, draft_lm, ngram, ..."
+        raise ConfigError("drafter", name, why, fix)
+
+
 class TargetWithShape:
     """Embedding and head of a target, with another shape for the drafter's own layers."""
 
@@ -129,8 +140,13 @@ def build(cfg: Any, target: Target, vocab: DraftVocab, shape: ModelShape | None 
     """Build an untrained drafter for this target, and set the target's taps.
 
     `shape` is of the drafter's own layers, if it differs from the target's (imported drafters).
+
+    Raises:
+        ConfigError: the drafter or its settings do not suit the target.
     """
     taps = check(cfg, target.shape())
+    if target.recurrent:
+        check_recurrent(cfg.name)
     target.set_taps(taps)
     ends = target if shape in (None, target.shape()) else TargetWithShape(target, shape)
     return drafter_class(cfg.name)(cfg, ends, vocab, taps)
