@@ -242,6 +242,16 @@ def add_choice(group: str, settings: Any, **values: Any) -> None:
     }
     ADDED[f"{group}/{settings.name}"] = AddedChoice(plain, meanings)
     ConfigStore.instance().store(settings.name, OmegaConf.create(plain), group)
+    _clear_caches()
+
+
+def remove_choice(group: str, name: str) -> None:
+    """Remove a choice that `add_choice` has added."""
+    ADDED.pop(f"{group}/{name}", None)
+    _clear_caches()
+
+
+def _clear_caches() -> None:
     for cached in (_composed, default_values, _file_values, known_keys):
         cached.cache_clear()
 

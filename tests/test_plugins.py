@@ -159,6 +159,18 @@ def test_a_failed_plugin_can_be_corrected_and_loaded(folder: Path) -> None:
     assert "focal" in LOSSES
 
 
+def test_a_part_that_is_removed_is_no_choice_any_more() -> None:
+    OPTIMIZERS["mine"] = OPTIMIZERS["sgd"]
+    assert (
+        parse(compose(["train.optimizer=mine", "train.optimizer.rate=2"])).train.optimizer.rate == 2
+    )
+    assert "mine" in choices("train/optimizer")
+    del OPTIMIZERS["mine"]
+    assert "mine" not in choices("train/optimizer")
+    with pytest.raises(ConfigError, match="There is no optimizer of this name"):
+        parse(compose(["train.optimizer=mine"]))
+
+
 def test_a_cell_that_runs_twice_registers_its_name_again() -> None:
     """Outside of plugins; Outrider's own names stay."""
 

@@ -9,11 +9,12 @@ registers its own in `DRAFTERS`.
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from outrider.conf.compose import add_choice
+from outrider.conf.compose import add_choice, remove_choice
 from outrider.conf.errors import ConfigError
 from outrider.conf.plugins import OWN_PART, Registry
 from outrider.conf.schema import DrafterSettings
@@ -45,6 +46,7 @@ class DrafterKind(NamedTuple):
 DRAFTERS: Registry[DrafterKind] = Registry(
     "drafter", DrafterKind, {}, taken=OWN_NAMES,
     on_add=lambda name, kind: add_choice("drafter", kind.config(name=name)),
+    on_remove=partial(remove_choice, "drafter"),
 )  # fmt: skip
 
 
