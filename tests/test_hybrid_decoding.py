@@ -244,7 +244,7 @@ def test_states_of_a_hybrid_draft_model_are_those_of_training(family: str) -> No
     trace = tiny.packed_trace(of)
     row, start, stop = tiny.document_spans(trace)[1]
     assert stop >= start + 7
-    guesses = [guess.hidden[row] for guess in drafter.unroll(trace)]
+    guesses = [tiny.spread(guess, trace)[row] for guess in drafter.unroll(trace)]
     state = None
     for first, end in ((start, start + 2), (start + 2, start + 4)):
         state = drafter.absorb(state, tiny.verified_rows(trace, row, first, end))
