@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_plain, convert, from_dict, leaf_fields, unknown_key
-from outrider.conf.plugins import require_loaded
+from outrider.conf.plugins import OWN_PART, require_loaded
 from outrider.conf.short_forms import OPTIMIZER, SHORT_FORMS, config_words, expand
 
 T = TypeVar("T")
@@ -242,6 +242,16 @@ def add_choice(group: str, settings: Any, **values: Any) -> None:
     }
     ADDED[f"{group}/{settings.name}"] = AddedChoice(plain, meanings)
     ConfigStore.instance().store(settings.name, OmegaConf.create(plain), group)
+    _clear_caches()
+
+
+def remove_choice(group: str, name: str) -> None:
+    """Remove a choice that `add_choice` has added."""
+    ADDED.pop(f"{group}/{name}", None)
+    _clear_caches()
+
+
+def _clear_caches() -> None:
     for cached in (_composed, default_values, _file_values, known_keys):
         cached.cache_clear()
 
@@ -370,7 +380,8 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         if group in values:
             other = "; or a path or name" if group in SHORT_FORMS else ""
-            fix = f"Use one of: {', '.join(trainable(group))}{other}."
+            own = f" {OWN_PART}" if group in ("drafter", "decode") else ""
+            fix = f"Use one of: {', '.join(trainable(group))}{other}.{own}"
             return ConfigError(group, choice, f"The group {group} has no such choice.", fix)
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", message))

@@ -44,6 +44,7 @@ class Registry(UserDict[str, T]):
     def __init__(
         self, kind: str, form: Any, parts: Mapping[str, T], *, pattern: str = NAME,
         taken: Iterable[str] = (), on_add: Callable[[str, T], object] = lambda name, part: None,
+        on_remove: Callable[[str], object] = lambda name: None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -52,9 +53,10 @@ class Registry(UserDict[str, T]):
             parts: Outrider's own.
             pattern: of names.
             taken: names of Outrider's own parts that are not in `parts`.
-            on_add: called with every part that is added.
+            on_add, on_remove: called with every part that is added, and the name of one removed.
         """
-        self.kind, self.form, self.pattern, self.on_add = kind, form, pattern, on_add
+        self.kind, self.form, self.pattern = kind, form, pattern
+        self.on_add, self.on_remove = on_add, on_remove
         self.owner = dict.fromkeys((*parts, *taken), OWN)
         super().__init__()
         self.data.update(parts)
@@ -81,6 +83,7 @@ class Registry(UserDict[str, T]):
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
         del self.owner[name]
+        self.on_remove(name)
 
     def plugin_of(self, name: str) -> str | None:
         """Return the plugin that registered a part, without its folder; None if none did."""

@@ -12,6 +12,7 @@ from outrider.data.reporter import Reporter
 from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings, sampling_of
+from outrider.models.decode.policy import require_chain_for
 from outrider.models.interface import ModelShape
 from outrider.models.target import load, process
 from outrider.models.target.load import LoadedTarget
@@ -36,6 +37,8 @@ def load_fitting_target(
     Raises:
         ConfigError: a setting does not suit the target, or the target cannot be loaded.
     """
+    if load.is_recurrent(config.target):
+        check_recurrent_fit(config)
     if shape := load.read_shape(config.target):
         check_fit(config, shape)
         if trains:
@@ -67,6 +70,14 @@ def check_fit(config: Config, shape: ModelShape) -> None:
         drafters.check(config.drafter, shape)
     for _, decode in decodings(config):
         sampling_of(decode, shape.vocab)
+
+
+def check_recurrent_fit(config: Config) -> None:
+    """Check the drafter, unless it is a published one, and the policies of decoding."""
+    if config.eval.drafter is None:
+        drafters.check_recurrent(config.drafter.name)
+    for _, decode in decodings(config):
+        require_chain_for("target", True, decode.kind != "chain")
 
 
 def _check_text(config: Config, shape: ModelShape) -> None:

@@ -108,6 +108,7 @@ BENCHES = {
         ("train-step", "train_step:train_step", "time and peak memory of one optimizer step"),
         ("lengths", "lengths:lengths", "memory and time of a training step on rows up to 32k"),
         ("long-prompts", "long_prompts:long_prompts", "memory and time of reading a long prompt"),
+        ("families", "families:families", "what works with the targets of every family"),
         ("rounds", "decode:rounds", "time of each part of a decoding round"),
         ("batch", "decode:batch", "tokens per second with and without the drafter, by batch size"),
         ("drafting", "drafting:drafting", "time of a draft by context length, for every drafter"),

@@ -94,7 +94,7 @@ def test_a_loop_that_steps_like_train_ends_with_its_weights(
     run = TrainingRun(config(tmp_path / "b"), loaded, made)
     for step in range(6):
         for group in run.optimizer.param_groups:
-            group["lr"] = learning_rate(run.config.train, step / 6)
+            group["lr"] = learning_rate(run.config.train, step / 6) * group["lr_factor"]
         for trace, counts in run.traces(step):
             loss, _ = run.objective(trace, counts)
             loss.backward()

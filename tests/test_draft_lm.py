@@ -146,7 +146,7 @@ def test_the_target_itself_is_a_perfect_draft_model(loss: str, tmp_path: Path) -
 
 
 def tensors(state: DraftLmState) -> list[Tensor]:
-    layers = state.rows.layers
+    layers = [*state.rows.layers.values()]
     kept = [part.rows for rows in layers for part in (rows.keys, rows.values)]
     branch = [part for rows in layers for part in rows.branch or ()]
     return [*kept, *branch, state.rows.branch_positions, state.hidden, state.ancestors]
@@ -178,7 +178,7 @@ def test_state_holds_the_text_and_no_branch(target: Target) -> None:
     assert not len(state.rows.branch_positions) + len(longer.rows.branch_positions)
     for one in (state, branch, longer):
         assert len(one.rows.layers) == drafter.lm.num_layers
-        assert {len(rows) for rows in one.rows.layers} == {one.rows.length}
+        assert {len(rows) for rows in one.rows.layers.values()} == {one.rows.length}
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ def test_a_draft_token_copies_no_row_of_the_text(target: Target) -> None:
     _, branch = drafter.step(state, 2, torch.tensor([4, 9]), torch.tensor([0, 0]))
     longer = drafter.absorb(state, tiny.verified_rows(trace, 1, 6, 9))
     addresses = {
-        tuple(rows.keys.rows.data_ptr() for rows in one.rows.layers)
+        tuple(rows.keys.rows.data_ptr() for rows in one.rows.layers.values())
         for one in (state, branch, longer)
     }
     assert len(addresses) == 1
@@ -306,9 +306,9 @@ def test_a_path_without_a_model_is_refused(target: Target, place: str, tmp_path:
         draft_lm(target, path=str(tmp_path / place))
 
 
-def test_a_recurrent_model_is_refused(target: Target) -> None:
+def test_a_model_without_attention_is_refused(target: Target) -> None:
     body = {"model_type": "mamba", "vocab_size": V, "hidden_size": 16, "num_hidden_layers": 1}
-    with pytest.raises(ConfigError, match="recurrent state") as caught:
+    with pytest.raises(ConfigError, match="no attention layer") as caught:
         draft_lm(target, body=body)
     assert caught.value.key == "drafter.body"
 

@@ -46,6 +46,15 @@ def test_target_is_timed_after_the_requested_context(
     assert times[16] > times[1] / 10
 
 
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_times_of_recurrent_layers_include_reading_accepted_rows_again(family: str) -> None:
+    """Each timed forward begins after the context, whose states are put back."""
+    target = tiny.target(family)
+    drafter = tiny.drafter("eagle3", target).eval()
+    times = SyntheticRounds(drafter, target).target_ms([1, 4], batch=2, context=20, repeats=5)
+    assert times[4] > times[1] / 10 > 0
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "hass", "mtp", "medusa", "draft_lm"])
 def test_every_drafter_is_timed_for_all_shapes(name: str, batch: int) -> None:

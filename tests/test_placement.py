@@ -1,6 +1,7 @@
 """Sharded, remote and quantised targets against the replicated one."""
 
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from outrider.models.target.load import TINY, load_target
 from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import runs, tiny
+from tests.families import small_model
 
 RANKS = 2
 
@@ -70,6 +72,38 @@ def compare(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_sharded_and_tensor_parallel_targets_equal_the_replicated_one(tmp_path: Path) -> None:
     mp.spawn(compare, args=(str(tmp_path),), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
+
+
+def compare_hybrid(rank: int, folder: str) -> None:
+    """Compare a sharded hybrid with the replicated one; ranks have other numbers of documents."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS,
+        timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    settings = {"name": "hf", "path": f"{folder}/hybrid", "dtype": "float32"}
+    alone = load_target(TargetConfig(**settings)).target
+    target = load_target(TargetConfig(**settings, place="sharded")).target
+    target.set_taps((0, 3))
+    alone.set_taps((0, 3))
+    ids = torch.arange(9, 33)[None] + rank
+    document = torch.tensor([[0] * 24] if rank else [[0] * 9 + [1] * 8 + [2] * 7])
+    positions = torch.cat([*map(torch.arange, [24] if rank else [9, 8, 7])])[None]
+    batch = (ids, document >= 0, document, positions)
+    ours, whole = target.trace(*batch), alone.trace(*batch)
+    torch.testing.assert_close(ours.last, whole.last, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.taps, whole.taps, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_sharded_hybrid_runs_equally_often_on_all_ranks(tmp_path: Path) -> None:
+    vocab = load_target(TargetConfig()).target.vocab_size
+    small_model("bamba", vocab_size=vocab).save_pretrained(tmp_path / "hybrid")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (TINY / name).exists():
+            shutil.copy(TINY / name, tmp_path / "hybrid")
+    mp.spawn(compare_hybrid, (str(tmp_path),), RANKS)
 
 
 def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:

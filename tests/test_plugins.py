@@ -59,8 +59,15 @@ def plugin(name: str, text: str) -> str:
 
 def test_a_file_registers_a_loss_that_the_configuration_names(folder: Path) -> None:
     words = ["drafter.loss=[2*focal]", f"run.plugins=[{plugin('mine.py', LOSS)}]"]
-    with pytest.raises(ConfigError, match=r"not a term.\n.*run.plugins=\[MODULE or FILE.py\]"):
-        parse(compose(words[:1]))
+    for word in (
+        words[0],
+        "drafter=mine",
+        "decode=mine",
+        "train.optimizer=mine",
+        "train.schedule=x",
+    ):
+        with pytest.raises(ConfigError, match=r"\n.*run.plugins=\[MODULE or FILE.py\]"):
+            parse(compose([word]))
     load_plugins(named_plugins(words))
     config = parse(compose(words))
     assert config.run.plugins == ("mine.py",)
@@ -150,6 +157,18 @@ def test_a_failed_plugin_can_be_corrected_and_loaded(folder: Path) -> None:
     assert "focal" not in LOSSES
     load_plugins([plugin("mine.py", LOSS)])
     assert "focal" in LOSSES
+
+
+def test_a_part_that_is_removed_is_no_choice_any_more() -> None:
+    OPTIMIZERS["mine"] = OPTIMIZERS["sgd"]
+    assert (
+        parse(compose(["train.optimizer=mine", "train.optimizer.rate=2"])).train.optimizer.rate == 2
+    )
+    assert "mine" in choices("train/optimizer")
+    del OPTIMIZERS["mine"]
+    assert "mine" not in choices("train/optimizer")
+    with pytest.raises(ConfigError, match="There is no optimizer of this name"):
+        parse(compose(["train.optimizer=mine"]))
 
 
 def test_a_cell_that_runs_twice_registers_its_name_again() -> None:

@@ -124,13 +124,6 @@ def test_logits_of_some_tokens_are_a_part_of_all_logits(target: Target) -> None:
     torch.testing.assert_close(target.logits_of(last, ids), target.logits(last)[:, ids])
 
 
-def test_a_recurrent_family_is_refused_with_the_reason() -> None:
-    config = hf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)
-    model = hf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match="cannot remove rejected"):
-        Target(model, name="mamba")
-
-
 def test_a_full_cache_raises() -> None:
     target = Target(small_model("llama"))
     nine = torch.arange(9)[None]

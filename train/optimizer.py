@@ -6,12 +6,13 @@ others.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from outrider.conf.compose import add_choice
+from outrider.conf.compose import add_choice, remove_choice
 from outrider.conf.errors import ConfigError
 from outrider.conf.plugins import OWN_PART, Registry
 from outrider.conf.schema import LaunchConfig, OptimizerConfig, TrainConfig
@@ -95,6 +96,10 @@ def _muon_states(shape: torch.Size, matrix: bool, train: TrainConfig) -> int:
     return shape.numel() * (1 if matrix else 2)
 
 
+def _add_optimizer(name: str, _: OptimizerKind) -> None:
+    add_choice(OPTIMIZER, OptimizerConfig(name=name))
+
+
 OPTIMIZERS: Registry[OptimizerKind] = Registry("optimizer", OptimizerKind, {
     "adamw": OptimizerKind(_adamw),
     "sgd": OptimizerKind(_sgd, _sgd_states),
@@ -104,7 +109,7 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry("optimizer", OptimizerKind, {
     "muon": OptimizerKind(
         MuonAndAdamW, _muon_states, elementwise=False, splits=True, needs=("Muon", "2.9")
     ),
-}, on_add=lambda name, _: add_choice(OPTIMIZER, OptimizerConfig(name=name)))  # fmt: skip
+}, taken=("auto",), on_add=_add_optimizer, on_remove=partial(remove_choice, OPTIMIZER))  # fmt: skip
 
 
 def check_optimizer(train: TrainConfig, launch: LaunchConfig) -> None:

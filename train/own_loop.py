@@ -15,10 +15,9 @@ from outrider.data.corpus import load_training_data
 from outrider.data.python_rows import with_rows
 from outrider.data.reporter import Reporter
 from outrider.data.sources import require_path
-from outrider.data.target_fit import load_fitting_target
+from outrider.data.target_fit import load_adapted
 from outrider.data.training_data import TrainingData
 from outrider.models import drafters
-from outrider.models.adapt import adapt
 from outrider.models.formats.fingerprints import fingerprints
 from outrider.models.interface import Trace
 from outrider.models.target import process
@@ -74,9 +73,8 @@ class TrainingRun(Trainer):
             config = with_rows(config, rows, partial(console.print, soft_wrap=True))
         require_path(config.data)
         process.set_threads()
-        loaded = load_fitting_target(config, begins=True, trains=True)
         reporter = Reporter(console)
-        config = adapt(config, reporter.note, loaded.target.shape())
+        config, loaded = load_adapted(config, reporter, begins=True, trains=True)
         check_length(config)
         taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
         return cls(config, loaded, load_training_data(config, loaded, taps, reporter))

@@ -83,7 +83,10 @@ def _check_run(
 ) -> list[FindingGroup]:
     """The groups target, template, text and costs."""
     config = adapt(config, Reporter(console).note, loaded.target.shape())
-    target_findings = [target.check_target(loaded), check_tokenizer(loaded.tokenizer)]
+    target_findings = [
+        target.check_target(loaded), target.check_family(loaded),
+        check_tokenizer(loaded.tokenizer),
+    ]  # fmt: skip
     taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     loaded.target.set_taps(taps)
     generate = config.data.generate

@@ -4,7 +4,8 @@ import torch
 
 from outrider.launch.cost_estimate import trained_parameters
 from outrider.launch.doctor.finding import Finding, State
-from outrider.models import formats
+from outrider.models import drafters, formats
+from outrider.models.target.layer_kinds import layer_kinds, missing_kernels
 from outrider.models.target.load import LoadedTarget
 from outrider.train.trainer import Trainer
 
@@ -22,6 +23,29 @@ def check_target(loaded: LoadedTarget) -> Finding:
         "hooked tree decoding equals the model's own forward"
     )
     return Finding("probe", "ok", message, facts)
+
+
+def check_family(loaded: LoadedTarget) -> Finding:
+    """Report the kinds of the target's layers, what is refused for them, and missing kernels."""
+    target = loaded.target
+    family, kinds = str(target.text_config.model_type), layer_kinds(target)
+    missing = missing_kernels(target)
+    facts = {"family": family, "layers": kinds, "missing": missing}
+    message = f"{family}: {', '.join(f'{n} {kind}' for kind, n in kinds.items())} layers"
+    if type(target.model.config) is not type(target.text_config):
+        message += "; a text model inside a wrapper, of which only text is read"
+    if not target.recurrent:
+        return Finding("family", "ok", f"{message}; chains, trees and batches", facts)
+    refused = [n for n in drafters.names() if drafters.drafter_class(n).runs_target()]
+    message += (
+        "; chains and batches. Documents are read one by one.\n"
+        f"not trees (a state follows one path), and not the drafters {', '.join(refused)}"
+    )
+    if not missing:
+        return Finding("family", "ok", message, facts)
+    message += f"\n{' and '.join(missing)} are not installed: the slow code of transformers runs"
+    fix = f"With a GPU: pip install {' '.join(missing)}"
+    return Finding("family", "note", message, facts, fix)
 
 
 @torch.no_grad()

@@ -104,6 +104,26 @@ def additive_masks(
     return limited
 
 
+def hybrid_masks(
+    config: Any,
+    mask: Bool[Tensor, "B T S"],
+    positions: Int[Tensor, "B T"],
+    columns: Int[Tensor, "B S"],
+    dtype: torch.dtype,
+) -> dict[str, Tensor | None]:
+    """Return the masks of a model with recurrent layers by layer type; these layers take none."""
+    window = getattr(config, "sliding_window", None)
+    limited = full = additive_mask(mask, dtype)
+    if window is not None:
+        near = positions[:, :, None] - columns[:, None] < window
+        limited = additive_mask(mask & near, dtype)
+    if config.model_type == "minimax":  # its window is that of all attention layers
+        full = limited
+    kinds = dict.fromkeys(("linear_attention", "conv", *config.layer_types))
+    attention = {"full_attention": full, "hybrid": full}
+    return kinds | attention | dict.fromkeys(("sliding_attention", "hybrid_sliding"), limited)
+
+
 def sliding_layers(config: Any, layers: int) -> list[bool]:
     """Return of every decoder layer whether its attention has a window."""
     if window_size(config) is None:

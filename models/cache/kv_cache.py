@@ -2,7 +2,8 @@
 
 transformers writes to it through `update`. Decoding appends a tree to every slot, keeps the rows of
 the accepted paths and drops the rest, in place. The rows of several layers of one shape are in one
-block, so that one operation moves them. `select_slots` sets which slots a forward runs on.
+block, so that one operation moves them. `select_slots` sets which slots a forward runs on. The
+states of recurrent layers (`recurrent_states.py`) follow every operation on the rows.
 
 Worked example, three slots of lengths 5, 2 and 4, two new tokens: the forward has 7 columns.
 
@@ -21,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.models.cache.attention_cache import AttentionCache
+from outrider.models.cache.recurrent_states import RecurrentStates, States
 from outrider.models.small_matmul import gqa_attention
 
 
@@ -36,6 +38,7 @@ class KVCache(AttentionCache):
         super().__init__()
         self.slots, self.capacity, self.depth = slots, capacity, depth
         self.lengths = [0] * slots
+        self.states = RecurrentStates(slots)
         self._window = (0, slots)
         self._blocks: list[tuple[tuple[Any, ...], Tensor, int]] = []  # shape, rows, how many used
         # of each layer, where its keys and its values are: (block, index)
@@ -54,6 +57,7 @@ class KVCache(AttentionCache):
     def select_slots(self, first: int, count: int) -> None:
         """Select slots first..first+count-1 for the next forwards."""
         self._window = (first, first + count)
+        self.states.select_slots(first, count)
 
     @property
     def active_lengths(self) -> list[int]:
@@ -83,18 +87,33 @@ class KVCache(AttentionCache):
         self._positions[slot, :length] = self._positions[source, :length]
         for _, block, _ in self._blocks:
             block[:, slot, :, :length] = block[:, source, :, :length]
+        self.states.move_slot(source, slot)
 
     def crop(self, slot: int, length: int) -> None:
-        """Drop everything in a slot after its first `length` rows."""
-        if not 0 <= length <= self.lengths[slot]:
+        """Drop everything in a slot after its first `length` rows.
+
+        Raises:
+            ValueError: it has fewer rows, or recurrent states that cannot go back so far.
+        """
+        dropped = self.lengths[slot] - length
+        if length < 0 or dropped < 0:
             raise ValueError(f"cannot crop {self.lengths[slot]} rows to {length}")
+        if length == 0:
+            self.states.clear(slot)
+        elif dropped:
+            self.states.keep({slot: length})
+        self.lengths[slot] = length
+
+    def restore(self, slot: int, length: int, states: States) -> None:
+        """Return to the first `length` rows of a slot, and to a copy of its states then."""
+        self.states.restore(slot, states)
         self.lengths[slot] = length
 
     def drop_newest(self, count: int) -> None:
         """Drop the newest rows of every selected slot, as if the last forward had not had them."""
-        self._count -= count
         for slot in range(*self._window):
             self.crop(slot, self.lengths[slot] - count)
+        self._count -= count
 
     @contextmanager
     def after_draft(self, count: int) -> Iterator[None]:
@@ -133,6 +152,7 @@ class KVCache(AttentionCache):
         if not self._equal_lengths:
             shifts = torch.tensor(active, device=device) - self._start
             self._new_columns = self._new_columns + shifts[:, None]
+        self.states.reserve(active, count, count <= self.undo_rows)
         # all views of a forward at once: one by one they cost as much as its copies
         self._views = [self._slice_block(block) for _, block, _ in self._blocks]
 
@@ -197,6 +217,7 @@ class KVCache(AttentionCache):
         """Add the new rows to the lengths of the selected slots, after all layers have written."""
         first, stop = self._window
         self._positions[first:stop].scatter_(1, self._new_columns, positions)
+        self.states.commit()
         self.add_written_rows(self._count)
 
     @property
@@ -222,6 +243,8 @@ class KVCache(AttentionCache):
         starts = [length - count for length in self.active_lengths]
         for slot, start, path in zip(range(first, stop), starts, paths, strict=True):
             self.lengths[slot] = start + len(path)
+        shorter = [s for s, path in enumerate(paths, first) if len(path) < count]
+        self.states.keep({slot: self.lengths[slot] for slot in shorter})
         if is_prefix(paths):
             return
         assert paths_on_device is not None, "rows that move need their indices on the device"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.recurrent_states import RecurrentStates
 
 
 class SplitCache(AttentionCache):
@@ -39,6 +40,9 @@ class SplitCache(AttentionCache):
         sizes = [stop - first for first, stop in pairwise(bounds)]
         if min(sizes) < 1:
             raise ValueError(f"layers 0..{layers - 1} cannot be split at {list(splits)}")
+        self.states = RecurrentStates(
+            slots
+        )  # of no layer: its targets have none that are recurrent
         self.splits = tuple(splits)
         self.parts = [KVCache(slots, capacity, size, device) for size in sizes]
 

@@ -7,11 +7,14 @@ are aligned at the new rows: two prompts with states of two and four rows, three
     . . r r n n n
     r r r r n n .
 
+States of recurrent layers are values, too: one after the text and one after the branch, which then
+is a chain. Recurrent modules run prompt by prompt, first on verified rows, then on drafted ones.
+
 Legend: B prompts, W new columns, S columns, G query heads, A key heads, C head size, M drafted
 rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,26 +24,32 @@ from torch import Tensor
 
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.layer_rows import LayerRows
+from outrider.models.cache.prompt_states import PromptStates
+from outrider.models.cache.recurrent_states import States
 
 
 class PromptRows(NamedTuple):
     """Keys and values of a prompt: of every layer; no layers at its start.
 
     Attributes:
+        layers: by number; recurrent layers have none.
         branch_positions: of the rows of draft tokens; verified rows have 0, 1, 2, ..
+        text, branch: states of recurrent layers after the verified rows, and after the others.
     """
 
-    layers: tuple[LayerRows, ...]
+    layers: Mapping[int, LayerRows]
     branch_positions: Int[Tensor, " M"]
+    text: States = States()
+    branch: States = States()
 
     @property
     def length(self) -> int:
         """Number of verified rows."""
-        return len(self.layers[0]) if self.layers else 0
+        return max(map(len, self.layers.values()), default=0)
 
     def without_branch(self) -> "PromptRows":
-        layers = tuple(LayerRows(rows.keys, rows.values) for rows in self.layers)
-        return PromptRows(layers, self.branch_positions[:0])
+        layers = {i: LayerRows(rows.keys, rows.values) for i, rows in self.layers.items()}
+        return PromptRows(layers, self.branch_positions[:0], self.text)
 
 
 class StateCache(AttentionCache):
@@ -61,8 +70,9 @@ class StateCache(AttentionCache):
         """
         super().__init__()
         self.counts, self.verified = counts, verified
+        self.states = PromptStates([(p.text, p.branch) for p in prompts], counts, verified)
         self._before = prompts
-        self._rows = [dict(enumerate(prompt.layers)) for prompt in prompts]
+        self._rows = [dict(prompt.layers) for prompt in prompts]
         old = [prompt.length + len(prompt.branch_positions) for prompt in prompts]
         self.length = max(old)
         self.padding = [self.length - count for count in old]
@@ -70,13 +80,14 @@ class StateCache(AttentionCache):
 
     def prompt(self, index: int) -> PromptRows:
         """Return the rows of a prompt after the forward."""
-        layers = tuple(rows for _, rows in sorted(self._rows[index].items()))
-        return PromptRows(layers, self._branch_positions[index])
+        states = self.states.after[index]
+        return PromptRows(self._rows[index], self._branch_positions[index], *states)
 
     # ---- a forward, as in KVCache ----
 
     def reserve(self, count: int) -> None:
         assert count == max(self.counts), "new columns"
+        self.states.count = count
 
     def commit(self, positions: Int[Tensor, "B W"]) -> None:
         for i, (count, verified) in enumerate(zip(self.counts, self.verified, strict=True)):

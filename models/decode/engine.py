@@ -28,7 +28,13 @@ from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode import tree_layout
 from outrider.models.decode.draft_context import DRAFTER_FIX, DraftContext
-from outrider.models.decode.policy import Draft, Policy, check_compatible, default_rule_of
+from outrider.models.decode.policy import (
+    Draft,
+    Policy,
+    check_compatible,
+    default_rule_of,
+    require_chain_for,
+)
 from outrider.models.decode.request import (
     ActiveRequest,
     DialogueCache,
@@ -82,7 +88,12 @@ class Engine:
         Raises:
             ValueError: the sampling parameters are invalid for this target, or the rule does not
                 fit the policy's drafts.
+            ConfigError: trees for a target or a draft model with recurrent layers.
         """
+        if policy is not None:
+            require_chain_for("target", bool(target.recurrent), policy.branches)
+            chains_only = drafter is not None and drafter.chains_only
+            require_chain_for("draft model", chains_only, policy.branches)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab_size)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
@@ -156,6 +167,7 @@ class Engine:
         else:
             self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
+        self.cache.undo_rows = 0 if self.policy is None else self.policy.nodes + 1
         self.watch = Stopwatch(self.target.device, self.timed)
         self.history = None
         if not self.sampling.has_no_processors:

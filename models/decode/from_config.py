@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.conf.automatic import fill_automatic
-from outrider.conf.compose import add_choice, choices, compose, to_container
+from outrider.conf.compose import add_choice, choices, compose, remove_choice, to_container
 from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
@@ -93,6 +94,7 @@ OWN_POLICIES: dict[str, PolicyFn] = {
 # what `decode.name` may name; a registered one has the settings and the depth of a tree
 POLICIES: Registry[PolicyFn] = Registry(
     "draft policy", Callable, OWN_POLICIES,
+    on_remove=partial(remove_choice, "decode"),
     on_add=lambda name, _: add_choice(
         "decode", DecodeConfig(name=name, width=4, nodes=8), depth=None, confidence=None
     ),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.recurrent_states import States
 from outrider.models.decode.adaptive_confidence import Threshold
 from outrider.models.decode.round_times import RoundTimes
 from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
@@ -181,44 +182,62 @@ class ActiveRequest:
             self.out.stop_reason = "budget"
 
 
+class Checkpoint(NamedTuple):
+    """A place of a dialogue to continue from.
+
+    Attributes:
+        rows: how many were absorbed.
+        state: the drafter's then.
+        recurrent: of the target then; empty if its layers have none, or it has read nothing since.
+    """
+
+    rows: int
+    state: State | None
+    recurrent: States
+
+
 @dataclass
 class DialogueCache:
     """The target's cache between the turns of a dialogue, and checkpoints to continue from.
 
-    A drafter's state cannot be shortened, so states are kept at some positions. A later prompt that
-    starts with the text up to such a position and the token after it continues from there.
+    States of a drafter and of recurrent layers cannot be shortened, so they are kept at some
+    positions. A later prompt that starts with the text up to such a position and the token after it
+    continues from there.
 
     Attributes:
         text: all tokens so far; the newest is not in the cache.
-        checkpoints: after every prompt: the cached rows that the drafter has absorbed.
-        latest: the same after the newest round.
+        checkpoints: after every prompt.
+        latest: after the newest round.
     """
 
     cache: KVCache | None = None
     text: list[int] = field(default_factory=list)
-    checkpoints: list[Absorbed] = field(default_factory=list)
-    latest: Absorbed | None = None
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    latest: Checkpoint | None = None
 
     def match_prefix(self, prompt: Sequence[int]) -> Absorbed:
         """Return what is cached of a prompt, and absorbed by the drafter."""
         equal = [*map(eq, prompt, self.text), False]
         common = equal.index(False)
         candidates = [*self.checkpoints, *([self.latest] if self.latest else [])]
-        self.checkpoints = [one for one in candidates if one[0] < min(common, len(prompt))]
+        self.checkpoints = [one for one in candidates if one.rows < min(common, len(prompt))]
         self.latest = None
-        found = self.checkpoints[-1] if self.checkpoints else Absorbed()
-        self.text = self.text[: found.rows + 1]  # the rest of the cache is about to be overwritten
-        return found
+        rows, state, recurrent = self.checkpoints[-1] if self.checkpoints else (0, None, {})
+        if recurrent and self.cache is not None:
+            self.cache.restore(0, rows, recurrent)
+        self.text = self.text[: rows + 1]  # the rest of the cache is about to be overwritten
+        return Absorbed(rows, state)
 
     def add_prompt(self, cache: KVCache, text: list[int], absorbed: Absorbed) -> None:
         """Add a checkpoint after a prompt and its first token."""
         self.cache, self.text = cache, text
         newest = self.checkpoints[1:][1 - CHECKPOINTS :]
-        self.checkpoints = [*self.checkpoints[:1], *newest, _at_end(text, absorbed)]
+        checkpoint = Checkpoint(*_at_end(text, absorbed), cache.states.copy_of(0))
+        self.checkpoints = [*self.checkpoints[:1], *newest, checkpoint]
 
     def add_round(self, text: list[int], absorbed: Absorbed) -> None:
         """Record a round, so that an interrupted answer is cached up to here."""
-        self.text, self.latest = text, _at_end(text, absorbed)
+        self.text, self.latest = text, Checkpoint(*_at_end(text, absorbed), {})
 
 
 def _at_end(text: Sequence[int], absorbed: Absorbed) -> Absorbed:

@@ -9,11 +9,12 @@ registers its own in `DRAFTERS`.
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from outrider.conf.compose import add_choice
+from outrider.conf.compose import add_choice, remove_choice
 from outrider.conf.errors import ConfigError
 from outrider.conf.plugins import OWN_PART, Registry
 from outrider.conf.schema import DrafterSettings
@@ -45,6 +46,7 @@ class DrafterKind(NamedTuple):
 DRAFTERS: Registry[DrafterKind] = Registry(
     "drafter", DrafterKind, {}, taken=OWN_NAMES,
     on_add=lambda name, kind: add_choice("drafter", kind.config(name=name)),
+    on_remove=partial(remove_choice, "drafter"),
 )  # fmt: skip
 
 
@@ -113,6 +115,17 @@ def check(cfg: Any, shape: ModelShape) -> tuple[int, ...]:
     return taps
 
 
+def check_recurrent(name: str) -> None:
+    """Raise ConfigError for a drafter that does not work on a target with recurrent layers."""
+    if drafter_class(name).runs_target():
+        why = (
+            "It drafts with layers of the target and their rows, and this target has recurrent "
+            "layers, whose states would have to follow the drafts."
+        )
+        fix = "Use another drafter: eagle3, mtp, medusa, draft_lm, ngram, ..."
+        raise ConfigError("drafter", name, why, fix)
+
+
 class TargetWithShape:
     """Embedding and head of a target, with another shape for the drafter's own layers."""
 
@@ -129,8 +142,13 @@ def build(cfg: Any, target: Target, vocab: DraftVocab, shape: ModelShape | None 
     """Build an untrained drafter for this target, and set the target's taps.
 
     `shape` is of the drafter's own layers, if it differs from the target's (imported drafters).
+
+    Raises:
+        ConfigError: the drafter or its settings do not suit the target.
     """
     taps = check(cfg, target.shape())
+    if target.recurrent:
+        check_recurrent(cfg.name)
     target.set_taps(taps)
     ends = target if shape in (None, target.shape()) else TargetWithShape(target, shape)
     return drafter_class(cfg.name)(cfg, ends, vocab, taps)

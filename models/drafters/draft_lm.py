@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import DEPTHS, PROBABILITY, TOKENS, WIDTH, option
 from outrider.conf.schema import DrafterConfig, LaunchConfig, TargetConfig
-from outrider.models.cache.attention_masks import document_mask, extend_ancestor_mask
+from outrider.models.cache.attention_masks import extend_ancestor_mask
 from outrider.models.cache.state_cache import PromptRows, StateCache
 from outrider.models.drafting.causal_lm import (
     LmHead,
@@ -54,6 +54,7 @@ from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, Guess, ModelShape, Trace, shifted_guesses
 from outrider.models.target import target_check
 from outrider.models.target.model_shape import config_shape
+from outrider.models.target.recurrent import writes_rows
 from outrider.models.target.target import Target
 
 
@@ -120,6 +121,9 @@ class DraftLm(BatchDrafter):
         else:
             self.lm = as_target(load_lm(self.pretrained_path), "drafter.path", target)
             target_check.check_target(self.lm)
+        self.chains_only = bool(self.lm.recurrent)
+        if self.chains_only:
+            _check_recurrent(cfg, self.lm)
         self.cfg = replace(cfg, body=config_to_dict(self.lm.config))
         self.body = self.lm.base_model.requires_grad_(True)
         self.lm_head = LmHead(self.lm).requires_grad_(True)
@@ -180,8 +184,8 @@ class DraftLm(BatchDrafter):
             new = getattr(self.lm.model, "activation_checkpointing_enable", None)
             (new or self.lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
             self._checkpoints = True
-        mask = document_mask(trace.document)
-        last = self.lm.forward(trace.ids, trace.positions, mask, grad=torch.is_grad_enabled()).last
+        grad = torch.is_grad_enabled()
+        last = self.lm.read_packed(trace.ids, trace.positions, trace.document, grad).last
         rows = torch.arange(trace.ids.numel(), device=last.device)
         yield from shifted_guesses(rows, last.flatten(0, 1), self.depths)
 
@@ -268,7 +272,7 @@ class DraftLm(BatchDrafter):
             mask: which of the last M columns a new token attends to; it attends to all others
                 that are not padding.
         """
-        start = PromptRows((), ids.new_zeros(0))
+        start = PromptRows({}, ids.new_zeros(0))
         cache = StateCache([s.rows if s else start for s in states], counts, verified)
         mask = F.pad(mask, (cache.length + ids.shape[1] - mask.shape[2], 0), value=True)
         if any(cache.padding):
@@ -307,3 +311,15 @@ class DraftLm(BatchDrafter):
     def _draw(self, hidden: Float[Tensor, "N D"]) -> Int[Tensor, "N 1"]:
         probs = (self.head(hidden).float() / self.cfg.write_temperature).softmax(-1)
         return self.vocab.to_target(torch.multinomial(probs, 1))
+
+
+def _check_recurrent(cfg: Config, lm: Target) -> None:
+    """Raise ConfigError where a draft model with recurrent layers does not work."""
+    if cfg.on_policy:
+        why = "Its prompts are padded to one length, and recurrent layers would read the padding."
+        fix = "Set drafter.on_policy=0, or use a model whose layers are all attention layers."
+        raise ConfigError("drafter.on_policy", cfg.on_policy, why, fix)
+    if not writes_rows(lm.base_model):
+        why = "It has no attention layer, whose rows count the tokens that it has read."
+        fix = "Use a model that has some."
+        raise ConfigError("drafter.body", lm.name, why, fix)

@@ -28,7 +28,6 @@ from outrider.conf.automatic import adjust
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import COUNT, DEPTHS, option
 from outrider.conf.schema import DrafterConfig
-from outrider.models.cache.attention_masks import document_mask
 from outrider.models.drafting import closed_form_init
 from outrider.models.drafting.drafter import BatchDrafter, LevelIds, State, target_head_logits
 from outrider.models.drafting.vocab import DraftVocab
@@ -188,9 +187,8 @@ class Medusa(BatchDrafter):
         """Return the changed target's states of the same rows, with gradient to the adapters."""
         target, grad = self.target, torch.is_grad_enabled()
         assert isinstance(target, Target), "adapters need the decoder layers"
-        mask = document_mask(trace.document)
         with adapters.active(target.layers):
-            return target.forward(trace.ids, trace.positions, mask, grad=grad).last
+            return target.read_packed(trace.ids, trace.positions, trace.document, grad).last
 
     # ---- decoding ----
 

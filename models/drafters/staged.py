@@ -119,7 +119,14 @@ class Staged(DraftLm):
             _inner.check(cfg.inner, draft)
 
     def set_inner(self, values: dict[str, Any]) -> None:
-        """Build the inner drafter of these settings (models/drafters/_inner.py)."""
+        """Build the inner drafter of these settings (models/drafters/_inner.py).
+
+        Raises:
+            ConfigError: they are wrong, or the draft model has recurrent layers.
+        """
+        if self.chains_only:
+            why = "The draft model has recurrent layers, and its guesses branch."
+            raise ConfigError("drafter.inner", values, why, "Use draft_lm, without an inner one.")
         inner, settings = _inner.build(values, self.lm)
         self.cfg, self.inner_depths = replace(self.cfg, inner=settings), int(settings["depths"])
         if inner.is_trained:

@@ -129,7 +129,16 @@ def lm_config(body: dict[str, Any]) -> Any:
         raise ConfigError("drafter.body", body["model_type"], why, fix)
     with _refusing("drafter.body", body["model_type"]):
         hf_folder.check_sizes(body)
-        return AutoConfig.for_model(**body)
+        return AutoConfig.for_model(**_with_floats(body))
+
+
+def _with_floats(value: Any) -> Any:
+    """Decode infinite numbers, for which transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [*map(_with_floats, value)] if isinstance(value, list) else value
 
 
 def read_lm_config(path: str) -> Any:

@@ -52,15 +52,15 @@ def limit_layers(layers: nn.ModuleList, part: Part) -> Iterator[None]:
     with ExitStack() as replaced:
         for i, layer in enumerate(layers):
             if part.hidden is not None and i == max(0, part.first - 1):
-                replaced.enter_context(_replace_forward(layer, _constant(part.hidden)))
+                replaced.enter_context(replace_forward(layer, _constant(part.hidden)))
             elif not part.first <= i < stop:
-                replaced.enter_context(_replace_forward(layer, _same))
+                replaced.enter_context(replace_forward(layer, _same))
             if i in part.skip_attention:
                 module = _child(layer, ATTENTION_NAMES)
-                replaced.enter_context(_replace_forward(module, _no_attention))
+                replaced.enter_context(replace_forward(module, _no_attention))
             if i in part.skip_mlp:
                 module = _child(layer, MLP_NAMES)
-                replaced.enter_context(_replace_forward(module, _zeros_of(module)))
+                replaced.enter_context(replace_forward(module, _zeros_of(module)))
         yield
 
 
@@ -99,7 +99,7 @@ def _no_attention(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[T
 
 
 @contextmanager
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace `forward` of one module; a forward that a library has set is restored afterwards."""
     before = vars(module).get("forward")
     module.forward = forward

@@ -34,6 +34,7 @@ from outrider.models.target.placement import (
     require_sharded_layers,
     shard_layers,
 )
+from outrider.models.target.recurrent import has_recurrent_layers
 from outrider.models.target.target import Target
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -79,6 +80,12 @@ def load_target(settings: TargetConfig, device: torch.device | str = "cpu") -> L
 def read_shape(settings: TargetConfig) -> ModelShape | None:
     """Return a target's shape by its configuration alone; None if that does not tell it."""
     return config_shape(_from_pretrained("AutoConfig", locate_weights(settings)[0], settings))
+
+
+def is_recurrent(settings: TargetConfig) -> bool:
+    """Return whether a target has recurrent layers, by its configuration alone."""
+    config = _from_pretrained("AutoConfig", locate_weights(settings)[0], settings)
+    return has_recurrent_layers(config.get_text_config(decoder=True))
 
 
 def load_tokenizer(settings: TargetConfig) -> Any:

@@ -4,10 +4,13 @@ from typing import Any
 
 from outrider.models.interface import ModelShape
 
+HEAD = 64  # numbers of a head of a drafter, where the target's layers have none: Mamba
+
 
 def shape_of(cfg: Any, layers: int, vocab: int) -> ModelShape:
     """Return the shape of a text model by its configuration, layers and vocabulary."""
-    hidden, heads = int(cfg.hidden_size), int(cfg.num_attention_heads)
+    hidden = int(cfg.hidden_size)
+    heads = int(getattr(cfg, "num_attention_heads", None) or max(1, hidden // HEAD))
     act = str(getattr(cfg, "hidden_act", None) or getattr(cfg, "hidden_activation", "silu"))
     return ModelShape(
         hidden=hidden,

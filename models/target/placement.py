@@ -28,8 +28,10 @@ QUANTISERS = {"int8": "torchao", "nf4": "bitsandbytes"}  # package of each kind
 class TensorParallelTarget(Target):
     """A tensor-parallel target: all ranks run all rows."""
 
-    def _read_rows(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
-        states = super()._read_rows(*map(_all_gather, (ids, positions, document)))
+    def read_packed(
+        self, ids: Tensor, positions: Tensor, document: Tensor, grad: bool = False
+    ) -> TargetStates:
+        states = super().read_packed(*map(_all_gather, (ids, positions, document)), grad)
         own = slice(dist.get_rank() * len(ids), (dist.get_rank() + 1) * len(ids))
         return TargetStates(states.taps[own], states.last[own])
 

@@ -1,14 +1,15 @@
-"""Position-dependent scales of queries, computed from the positions of the tokens.
+"""Scales of queries and relative distances, computed from the positions of the tokens.
 
 Llama-4 multiplies the queries of its layers without rotary embedding by
 log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1. transformers takes the number of
 cached rows plus the index of the row for the position, which is another one for the nodes of a
-tree, and for packed documents.
+tree, and for packed documents. Inkling's attention adds a bias by distance, which transformers
+takes from the length of the longest prompt.
 
-Legend: B rows of a batch, T tokens, Q query columns.
+Legend: B rows of a batch, T tokens, Q query columns, S columns of a cache, A heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from outrider.models.target.layer_parts import replace_forward
 
 
 @contextmanager
@@ -48,3 +51,29 @@ def _multiply(
     scale: Float[Tensor, "B T 1"], _module: nn.Module, _args: Any, out: Float[Tensor, "B T Q"]
 ) -> Float[Tensor, "B T Q"]:
     return (out * scale.to(out.device)).to(out.dtype)
+
+
+def distance_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward takes the positions of queries and of keys."""
+    wanted = {"query_positions", "key_positions"}
+    named = [(m, getattr(type(m).forward, "__code__", None)) for m in model.modules()]
+    return [module for module, code in named if code and wanted <= {*code.co_varnames}]
+
+
+@contextmanager
+def set_distances(
+    modules: Sequence[nn.Module], positions: Int[Tensor, "B T"], columns: Int[Tensor, "B S"]
+) -> Iterator[None]:
+    """Run these modules with the positions of every prompt inside the context."""
+    with ExitStack() as undo:
+        for module in modules:
+            run = partial(_run_each, module.forward, positions, columns)
+            undo.enter_context(replace_forward(module, run))
+        yield
+
+
+def _run_each(
+    forward: Any, positions: Tensor, columns: Tensor, states: Tensor, *_: Any
+) -> Float[Tensor, "B A T S"]:
+    each = zip(states.split(1), positions, columns, strict=True)
+    return torch.cat([forward(*prompt) for prompt in each])

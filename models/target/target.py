@@ -2,11 +2,12 @@
 
 This file, `fast_llama.py` and `query_scales.py` depend on the internals of a target's model. This
 one locates the decoder, its layers, the embedding and the head by type, not by name;
-`target_check.py` verifies the result on every load. Families with a recurrent state (linear
-attention, Mamba) are refused.
+`target_check.py` verifies the result on every load. Layers with a recurrent state read one
+document at a time, and a cache runs them (`recurrent.py`).
 """
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
 from outrider.models.cache.attention_cache import AttentionCache
-from outrider.models.cache.attention_masks import additive_masks, document_mask
+from outrider.models.cache.attention_masks import additive_masks, document_mask, hybrid_masks
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache
 from outrider.models.interface import Batch, ModelShape, Trace
@@ -29,10 +30,17 @@ from outrider.models.target.fast_llama import FastLlama, supports
 from outrider.models.target.layer_parts import WHOLE, Part, limit_layers
 from outrider.models.target.lora import has_adapters
 from outrider.models.target.model_shape import shape_of
-from outrider.models.target.query_scales import scale_queries
+from outrider.models.target.query_scales import distance_modules, scale_queries, set_distances
+from outrider.models.target.recurrent import (
+    documents_by_length,
+    has_recurrent_layers,
+    most_on_a_rank,
+    recorded,
+    recurrent_modules,
+    writes_rows,
+)
 
 MASK_ELEMENTS = 2**26  # of one attention mask: 256 MB in float32
-RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
 
 
 class TargetStates(NamedTuple):
@@ -74,9 +82,16 @@ class Target:
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
         self.name = name
-        _refuse_recurrent(model, name)
         self.layers = decoder_layers(model, name)
         self.base_model: Any = find_decoder(model, self.layers)
+        self.recurrent = recurrent_modules(self.base_model)
+        if not self.recurrent:
+            _refuse_unknown_states(model, name)
+        arguments = inspect.signature(self.base_model.forward).parameters
+        self._cache_argument = "cache_params" if "cache_params" in arguments else "past_key_values"
+        self._attends = not self.recurrent or writes_rows(self.base_model)
+        self._distances = distance_modules(self.base_model)
+        self._by_rows: dict[type, bool] = {}
         # the layers have shapes but no weights: only embedding and head can be used
         self.ends_only = any(p.is_meta for p in self.layers[0].parameters())
         self.fast_forward = (
@@ -247,6 +262,11 @@ class Target:
 
         with ExitStack() as hooks:
             hooks.enter_context(scale_queries(self.layers, positions))
+            if cache is not None:
+                hooks.enter_context(recorded(self.recurrent, cache, self._by_rows))
+            if cache is not None and self._distances:
+                columns = cache.column_positions(positions)
+                hooks.enter_context(set_distances(self._distances, positions, columns))
             if part is not WHOLE:
                 hooks.enter_context(limit_layers(self.layers, part))
             for tap in wanted:
@@ -256,8 +276,8 @@ class Target:
                 input_ids=ids,
                 attention_mask=masks,
                 position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
+                **{self._cache_argument: cache},
+                use_cache=False,  # True lets some families refuse caches that are not their own
             ).last_hidden_state
         if part.stop is not None:
             last = outputs[part.stop - 1]
@@ -271,14 +291,27 @@ class Target:
         positions: Int[Tensor, "B T"],
     ) -> Trace:
         """Run packed rows, the columns of a `Batch`; documents do not attend to each other."""
-        states = self._read_rows(ids, positions, document)
+        states = self.read_packed(ids, positions, document)
         return Trace.from_batch(Batch(ids, answer, document, positions), states.taps, states.last)
 
-    def _read_rows(self, ids: Tensor, positions: Tensor, document: Tensor) -> TargetStates:
+    def read_packed(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        document: Int[Tensor, "B T"],
+        grad: bool = False,
+    ) -> TargetStates:
+        """Run packed rows; documents do not see each other, and padding has undefined states."""
+        read = self._read_documents if self.recurrent else self._read_rows
+        return read(ids, positions, document, grad)
+
+    def _read_rows(
+        self, ids: Tensor, positions: Tensor, document: Tensor, grad: bool
+    ) -> TargetStates:
         """Run packed rows in one forward, or in chunks where the mask would be too large."""
         batch, length = ids.shape
-        if batch * length**2 <= MASK_ELEMENTS:
-            return self.forward(ids, positions, document_mask(document))
+        if grad or batch * length**2 <= MASK_ELEMENTS:
+            return self.forward(ids, positions, document_mask(document), grad=grad)
         # a block per layer: layers may be on several devices
         cache = KVCache(batch, length, 1, self.layer_device)
         size, chunks = max(1, MASK_ELEMENTS // (batch * length)), []
@@ -288,22 +321,47 @@ class Target:
             chunks.append(self.forward(ids[:, new], positions[:, new], mask, cache))
         return TargetStates(*(torch.cat(part, dim=1) for part in zip(*chunks, strict=True)))
 
+    def _read_documents(
+        self, ids: Tensor, positions: Tensor, document: Tensor, grad: bool
+    ) -> TargetStates:
+        """Run packed rows document by document, those of one length together.
+
+        Recurrent layers do not respect masks.
+        """
+        groups = [*documents_by_length(document)]
+        read = []
+        for index in groups:
+            rows = (ids.flatten()[index], positions.flatten()[index], torch.zeros_like(index))
+            read.append(self._read_rows(*rows, grad))
+        for _ in range(most_on_a_rank(self.layers, len(groups)) - len(groups)):
+            one = ids[:1, :1]
+            self._read_rows(one, torch.zeros_like(one), torch.zeros_like(one), grad)
+        out = []
+        for parts in zip(*read, strict=True):
+            whole = parts[0].new_zeros(ids.numel(), parts[0].shape[-1])
+            for index, part in zip(groups, parts, strict=True):
+                whole[index] = part
+            out.append(whole.view(*ids.shape, -1))
+        return TargetStates(*out)
+
     def _additive_masks(self, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         """Return an additive 4-D mask; a dict by layer type where the family mixes several."""
         columns = positions if cache is None else cache.column_positions(positions)
-        return additive_masks(self.text_config, mask, positions, columns, self.dtype)
+        if not self._attends:
+            return None
+        masks = hybrid_masks if self.recurrent else additive_masks
+        return masks(self.text_config, mask, positions, columns, self.dtype)
 
 
-def _refuse_recurrent(model: Any, name: str) -> None:
+def _refuse_unknown_states(model: Any, name: str) -> None:
+    """Raise ConfigError for a model with recurrent states that no known method writes."""
     config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ()), getattr(config, "model_type", "")}
-    bad = sorted(k for k in map(str, kinds) if any(word in k for word in RECURRENT))
-    if bad or getattr(model, "_is_stateful", False):
+    if has_recurrent_layers(config) or getattr(model, "_is_stateful", False):
         why = (
-            f"It keeps a recurrent state ({', '.join(bad) or 'stateful model'}), and a state "
-            "cannot remove rejected draft tokens."
+            f"Its family ({config.model_type}) keeps recurrent states, and not in the caches of "
+            "transformers: rejected draft tokens could not be removed from them."
         )
-        fix = "Use a target whose layers are all attention layers."
+        fix = "Use a newer transformers, or another target."
         raise ConfigError("target", name, why, fix)
 
 

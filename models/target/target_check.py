@@ -1,15 +1,24 @@
 """Comparison of a `Target` with the model's own forward, on every load.
 
 A small tree after a cached prefix: each node's logits must equal the model's own for its path.
+Recurrent layers take chains only; of these, some rows are dropped before the next forward.
 """
 
+from collections.abc import Sequence
+
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from outrider.conf.errors import RunError
+from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.target.target import Target
 
 PROBE = 8  # tokens of the prefix
 PATHS = [0], [0, 1], [0, 2], [0, 1, 3]  # from the root to each node of the tree
+CHAIN = [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]
+KEPT = 2  # tokens of a chain
 FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
@@ -40,25 +49,47 @@ def _probe(target: Target) -> None:
     device = target.device
     prefix = torch.arange(1, PROBE + 1, device=device) % target.vocab_size
     tree = (prefix[-1:] + torch.arange(1, 5, device=device)) % target.vocab_size
-    cache = target.new_cache(PROBE + len(tree))
+    cache = target.new_cache(PROBE + KEPT + len(tree))
+    cache.undo_rows = len(tree)
     causal = torch.ones(1, PROBE, PROBE, dtype=torch.bool, device=device).tril()
     target.forward(prefix[None], torch.arange(PROBE, device=device)[None], causal, cache)
-    if len(cache) != target.num_layers:
+    if len(cache) != target.num_layers and not target.recurrent:
         raise RunError(
             f"{target.name}: {len(cache)} of {target.num_layers} layers wrote the cache.",
             "Its layers keep something other than keys and values, so it cannot be a target.",
         )
-    mask = torch.zeros(1, len(tree), PROBE + len(tree), dtype=torch.bool, device=device)
-    mask[..., :PROBE] = True
-    for path in PATHS:
-        mask[0, path[-1], [PROBE + node for node in path]] = True
-    positions = torch.tensor([[PROBE + len(path) - 1 for path in PATHS]], device=device)
+    if not target.recurrent:
+        _compare(target, cache, prefix, tree, PATHS)
+        return
+    _compare(target, cache, prefix, tree, CHAIN)
+    cache.keep_rows([range(KEPT)])
+    _compare(target, cache, torch.cat([prefix, tree[:KEPT]]), tree.flip(0), CHAIN)
+
+
+def _compare(
+    target: Target,
+    cache: KVCache | SplitCache,
+    prefix: Int[Tensor, " P"],
+    tree: Int[Tensor, " N"],
+    paths: Sequence[list[int]],
+) -> None:
+    """Compare the logits of a tree after a cached prefix with the model's own.
+
+    Args:
+        paths: from the root to each node.
+    """
+    start, device = len(prefix), target.device
+    mask = torch.zeros(1, len(tree), start + len(tree), dtype=torch.bool, device=device)
+    mask[..., :start] = True
+    for path in paths:
+        mask[0, path[-1], [start + node for node in path]] = True
+    positions = torch.tensor([[start + len(path) - 1 for path in paths]], device=device)
     states = target.forward(tree[None], positions, mask, cache)
     if states.taps.shape[-1] != target.num_layers * states.last.shape[-1]:
         why = f"{target.name}: its decoder layers do not output one state each."
         raise RunError(why, "It cannot be a target.")
     logits = target.logits(states.last[0]).float()
-    for path in PATHS:
+    for path in paths:
         ids = torch.cat([prefix, tree[path]])[None].to(target.layer_device)
         own = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
         difference = (logits[path[-1]] - own).abs().max().item()

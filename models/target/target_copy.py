@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from outrider.conf.errors import ConfigError
-from outrider.models.cache.attention_masks import document_mask
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target, TargetStates
 
@@ -58,8 +57,8 @@ class TargetCopy(nn.Module):
     def forward(self, trace: Trace) -> tuple[list[Float[Tensor, "B T H"]], Float[Tensor, "B T H"]]:
         """Run packed rows; return the output of every layer, and of the final norm."""
         self.lm.set_taps(range(self.lm.num_layers))
-        mask, grad = document_mask(trace.document), torch.is_grad_enabled()
-        states: TargetStates = self.lm.forward(trace.ids, trace.positions, mask, grad=grad)
+        rows, grad = (trace.ids, trace.positions, trace.document), torch.is_grad_enabled()
+        states: TargetStates = self.lm.read_packed(*rows, grad)
         return list(states.taps.chunk(self.lm.num_layers, dim=-1)), states.last
 
     def final_norm(self, hidden: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
