@@ -135,9 +135,14 @@ def documents_by_length(document: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N
     yield from map(torch.stack, groups.values())
 
 
+def are_sharded(layers: nn.ModuleList) -> bool:
+    """Return whether layers are gathered while they run, so that no part of one runs alone."""
+    return hasattr(layers[0], "unshard")
+
+
 def most_on_a_rank(layers: nn.ModuleList, count: int) -> int:
     """Return the largest count on a rank, where sharded layers make all ranks run together."""
-    if not dist.is_initialized() or not hasattr(layers[0], "unshard"):
+    if not dist.is_initialized() or not are_sharded(layers):
         return count
     device = next(layers.parameters()).device
     counts = torch.tensor(count, device=device)

@@ -329,11 +329,12 @@ class Target:
         Recurrent layers do not respect masks.
         """
         groups = [*documents_by_length(document)]
+        most = most_on_a_rank(self.layers, len(groups))
         read = []
         for index in groups:
             rows = (ids.flatten()[index], positions.flatten()[index], torch.zeros_like(index))
             read.append(self._read_rows(*rows, grad))
-        for _ in range(most_on_a_rank(self.layers, len(groups)) - len(groups)):
+        for _ in range(most - len(groups)):
             one = ids[:1, :1]
             self._read_rows(one, torch.zeros_like(one), torch.zeros_like(one), grad)
         out = []
