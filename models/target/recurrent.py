@@ -18,6 +18,7 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from outrider.conf.errors import ConfigError
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.recurrent_states import Call
 from outrider.models.target.layer_parts import replace_forward
@@ -33,6 +34,18 @@ def has_recurrent_layers(config: Any) -> bool:
     """Return whether the configuration of a text model names layers with a recurrent state."""
     kinds = [*(getattr(config, "layer_types", None) or ()), getattr(config, "model_type", "")]
     return any(word in str(kind) for kind in kinds for word in RECURRENT_KINDS)
+
+
+def refuse_unknown_states(model: Any, name: str) -> None:
+    """Raise ConfigError for a model with recurrent states that no known method writes."""
+    config = model.config.get_text_config(decoder=True)
+    if has_recurrent_layers(config) or getattr(model, "_is_stateful", False):
+        why = (
+            f"Its family ({config.model_type}) keeps recurrent states, and not in the caches of "
+            "transformers: rejected draft tokens could not be removed from them."
+        )
+        fix = "Use a newer transformers, or another target."
+        raise ConfigError("target", name, why, fix)
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:
