@@ -165,8 +165,8 @@ class Engine:
         self.watch = Stopwatch(self.target.device, self.timed)
         self.history = None
         if not self.sampling.has_no_processors:
-            counts, vocab = self.sampling.counts_tokens, self.target.vocab_size
-            self.history = TokenHistory(slots, vocab, self.target.device, counts)
+            counts, of = self.sampling.counts_tokens, self.target
+            self.history = TokenHistory(slots, of.vocab_size, of.device, counts)
 
     def rows_of(self, request: Request) -> int:
         """Return the rows of the cache that a request needs, draft tree included."""

@@ -105,8 +105,8 @@ def _run_short(module: Any, forward: Any, rows: int, *args: Any, **kwargs: Any) 
     transformers' reference kernels pad the rows to whole chunks of 64 or 256. The result does not
     depend on the size of chunks, but for rounding.
     """
-    size = 1 << (rows - 1).bit_length()
-    if chunks_are_arguments(type(module)):
+    size, kind = 1 << (rows - 1).bit_length(), module.__class__
+    if chunks_are_arguments(kind):
         return forward(*args, chunk_size=size, **kwargs)
     before = getattr(module, "chunk_size", None)
     if before is None:
