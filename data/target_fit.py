@@ -12,7 +12,7 @@ from outrider.data.reporter import Reporter
 from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings, sampling_of
-from outrider.models.decode.policy import require_chain_for
+from outrider.models.decode.tree_layout import tree_refusal
 from outrider.models.interface import ModelShape
 from outrider.models.target import load, process
 from outrider.models.target.load import LoadedTarget
@@ -77,7 +77,8 @@ def check_recurrent_fit(config: Config) -> None:
     if config.eval.drafter is None:
         drafters.check_recurrent(config.drafter.name)
     for _, decode in decodings(config):
-        require_chain_for("target", True, decode.kind != "chain")
+        if decode.kind != "chain":
+            raise tree_refusal("target")
 
 
 def _check_text(config: Config, shape: ModelShape) -> None:

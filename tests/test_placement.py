@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,9 @@ def compare_hybrid(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=30),
     )  # fmt: skip
     torch.set_num_threads(1)
-    settings = {"name": "hf", "path": f"{folder}/hybrid", "dtype": "float32"}
-    alone = load_target(TargetConfig(**settings)).target
-    target = load_target(TargetConfig(**settings, place="sharded")).target
+    whole_settings = TargetConfig("hf", path=f"{folder}/hybrid", dtype="float32")
+    alone = load_target(whole_settings).target
+    target = load_target(replace(whole_settings, place="sharded")).target
     target.set_taps((0, 3))
     alone.set_taps((0, 3))
     ids = torch.arange(9, 33)[None] + rank
@@ -103,7 +104,7 @@ def test_a_sharded_hybrid_runs_equally_often_on_all_ranks(tmp_path: Path) -> Non
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (TINY / name).exists():
             shutil.copy(TINY / name, tmp_path / "hybrid")
-    mp.spawn(compare_hybrid, (str(tmp_path),), RANKS)
+    mp.spawn(compare_hybrid, args=(str(tmp_path),), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:

@@ -3,6 +3,7 @@
 tests/test_hybrid_decoding.py decodes with them.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.families import FAMILIES, HYBRIDS, small_model
 
 PREFIX, COUNT = 19, 5  # longer than windows and chunks of the kernels
 BY_ROWS = {"zamba", "jamba", "mamba", "falcon_mamba"}  # Mamba-1
-CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+assert_close = partial(torch.testing.assert_close, atol=2e-4, rtol=1e-4)
 
 
 @pytest.fixture(params=HYBRIDS, scope="module")
@@ -106,7 +107,7 @@ def test_taps_are_outputs_of_their_layers(target: Target) -> None:
     first = int(target._attends)  # Mamba's do not begin with the embedded tokens
     seen = target.forward(ids, torch.arange(PREFIX)[None], causal(PREFIX))
     tapped = torch.cat([states[first], states[first + 2]], -1)
-    torch.testing.assert_close(seen.taps, tapped, **CLOSE)
+    assert_close(seen.taps, tapped)
 
 
 def test_gradients_pass_through_a_packed_row() -> None:
@@ -141,7 +142,7 @@ def test_a_cache_continues_a_text_in_pieces_of_any_size(target: Target) -> None:
     whole, start = plain_logits(target, ids), 0
     for count in (PREFIX, 1, COUNT, 1, 1, 17):
         logits = append(target, cache, ids[start : start + count])[0]
-        torch.testing.assert_close(logits, whole[start : start + count], **CLOSE)
+        assert_close(logits, whole[start : start + count])
         start += count
 
 
@@ -159,7 +160,7 @@ def test_dropped_rows_leave_no_trace(target: Target, kept: int) -> None:
     append(target, cache, draft)
     cache.keep_rows([range(kept)])
     logits = append(target, cache, ids[-3:])[0]
-    torch.testing.assert_close(logits, plain_logits(target, ids)[-3:], **CLOSE)
+    assert_close(logits, plain_logits(target, ids)[-3:])
 
 
 def test_slots_keep_different_counts(target: Target) -> None:
@@ -174,7 +175,7 @@ def test_slots_keep_different_counts(target: Target) -> None:
     logits = append(target, cache, after, after, after)
     for slot, count in enumerate((2, 2, COUNT)):
         alone = plain_logits(target, prompt + draft[:count] + after)[-3:]
-        torch.testing.assert_close(logits[slot], alone, **CLOSE)
+        assert_close(logits[slot], alone)
 
 
 def test_a_state_that_is_not_put_back_is_detected(
@@ -197,13 +198,13 @@ def test_rows_may_be_dropped_twice() -> None:
     cache.keep_rows([range(4)])
     cache.crop(0, PREFIX + 1)
     logits = append(target, cache, ids[-2:])[0]
-    torch.testing.assert_close(logits, plain_logits(target, ids)[-2:], **CLOSE)
+    assert_close(logits, plain_logits(target, ids)[-2:])
 
 
 def test_an_emptied_slot_starts_anew(target: Target) -> None:
     cache, ids = filled(target, text(PREFIX)), text(12, 4)
     cache.crop(0, 0)
-    torch.testing.assert_close(append(target, cache, ids)[0], plain_logits(target, ids), **CLOSE)
+    assert_close(append(target, cache, ids)[0], plain_logits(target, ids))
 
 
 @pytest.mark.parametrize(("count", "length"), [(COUNT + 1, PREFIX + 2), (2, PREFIX - 1)])
@@ -222,7 +223,12 @@ def test_only_the_recurrent_modules_run_again(
     cache, ran, calls = filled(target, text(PREFIX)), list[torch.nn.Module](), list[Call]()
     inside = {inner for module in target.recurrent for inner in module.modules()}
     run = Call.run
-    monkeypatch.setattr(Call, "run", lambda call: (calls.append(call), run(call))[1])
+
+    def counted(call: Call) -> Any:
+        calls.append(call)
+        return run(call)
+
+    monkeypatch.setattr(Call, "run", counted)
     hooks = [m.register_forward_hook(lambda m, *_: ran.append(m)) for m in target.model.modules()]
     for kept in (COUNT, 2):
         append(target, cache, text(COUNT))

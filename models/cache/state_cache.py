@@ -70,7 +70,8 @@ class StateCache(AttentionCache):
         """
         super().__init__()
         self.counts, self.verified = counts, verified
-        self.states = PromptStates([(p.text, p.branch) for p in prompts], counts, verified)
+        before = [(prompt.text, prompt.branch) for prompt in prompts]
+        self.states = self._states = PromptStates(before, counts, verified)
         self._before = prompts
         self._rows = [dict(prompt.layers) for prompt in prompts]
         old = [prompt.length + len(prompt.branch_positions) for prompt in prompts]
@@ -80,7 +81,7 @@ class StateCache(AttentionCache):
 
     def prompt(self, index: int) -> PromptRows:
         """Return the rows of a prompt after the forward."""
-        states = self.states.after[index]
+        states = self._states.after[index]
         return PromptRows(self._rows[index], self._branch_positions[index], *states)
 
     # ---- a forward, as in KVCache ----

@@ -28,13 +28,7 @@ from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode import tree_layout
 from outrider.models.decode.draft_context import DRAFTER_FIX, DraftContext
-from outrider.models.decode.policy import (
-    Draft,
-    Policy,
-    check_compatible,
-    default_rule_of,
-    require_chain_for,
-)
+from outrider.models.decode.policy import Draft, Policy, check_compatible, default_rule_of
 from outrider.models.decode.request import (
     ActiveRequest,
     DialogueCache,
@@ -90,10 +84,8 @@ class Engine:
                 fit the policy's drafts.
             ConfigError: trees for a target or a draft model with recurrent layers.
         """
-        if policy is not None:
-            require_chain_for("target", bool(target.recurrent), policy.branches)
-            chains_only = drafter is not None and drafter.chains_only
-            require_chain_for("draft model", chains_only, policy.branches)
+        if policy is not None and policy.branches:
+            tree_layout.require_no_states(target, drafter)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab_size)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
@@ -162,17 +154,19 @@ class Engine:
         for request in requests:
             check_request(request, self.target.shape().max_positions, self.target.vocab_size)
         rows = max(map(self.rows_of, requests), default=1)
-        if dialogue is None or dialogue.cache is None:
-            self.cache = self._new_cache(rows, slots)
-        else:
-            self.cache = dialogue.cache
+        if dialogue is not None and dialogue.cache is not None:
+            self.cache: KVCache | SplitCache = dialogue.cache
             self.cache.ensure_capacity(rows)
+        elif self.drafter is None:
+            self.cache = self.target.new_cache(rows, slots)
+        else:
+            self.cache = self.drafter.new_cache(self.target, rows, slots)
         self.cache.undo_rows = 0 if self.policy is None else self.policy.nodes + 1
         self.watch = Stopwatch(self.target.device, self.timed)
         self.history = None
         if not self.sampling.has_no_processors:
-            counts, vocab = self.sampling.counts_tokens, self.target.vocab_size
-            self.history = TokenHistory(slots, vocab, self.target.device, counts)
+            counts, of = self.sampling.counts_tokens, self.target
+            self.history = TokenHistory(slots, of.vocab_size, of.device, counts)
 
     def rows_of(self, request: Request) -> int:
         """Return the rows of the cache that a request needs, draft tree included."""
@@ -212,11 +206,6 @@ class Engine:
         self.release()
 
     # ---- requests start and end ----
-
-    def _new_cache(self, rows: int, slots: int) -> KVCache | SplitCache:
-        if self.drafter is None:
-            return self.target.new_cache(rows, slots)
-        return self.drafter.new_cache(self.target, rows, slots)
 
     def _set_taps(self) -> None:
         """Set the target's taps, which another engine may have changed since the last round."""

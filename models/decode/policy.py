@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.conf.errors import ConfigError
 from outrider.models.argmax import first_argmax
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.draft_context import DraftContext
@@ -178,10 +177,3 @@ def check_compatible(rule: VerifyFn, policy: Policy) -> None:
         )
     if rule.chains_only and policy.branches:
         raise ValueError(f"rule {rule.name!r} verifies chains only, and the policy grows trees")
-
-
-def require_chain_for(model: str, recurrent: bool, branches: bool) -> None:
-    """Raise ConfigError for a tree with a model that has recurrent layers."""
-    if recurrent and branches:
-        why = f"The {model} has recurrent layers, whose state follows one path of a tree."
-        raise ConfigError("decode", "a tree", why, "Use decode=chain.")

@@ -12,11 +12,13 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError
 from outrider.models.cache.attention_masks import branch_mask
 from outrider.models.cache.kv_cache import is_prefix
 from outrider.models.decode.tree import Tree
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
-from outrider.models.target.target import TargetStates
+from outrider.models.target.target import Target, TargetStates
 
 MASK_STEP = 512  # columns by which a cached mask grows
 
@@ -148,3 +150,17 @@ def _causal_mask(
     positions = torch.arange(width + size, device=device)
     visible = positions <= positions[width:, None]
     return positions.expand(batch, -1), visible.expand(batch, -1, -1)
+
+
+def tree_refusal(model: str) -> ConfigError:
+    """Return the error of a tree with a model that has recurrent layers."""
+    why = f"The {model} has recurrent layers, whose state follows one path of a tree."
+    return ConfigError("decode", "a tree", why, "Use decode=chain.")
+
+
+def require_no_states(target: Target, drafter: Drafter | None) -> None:
+    """Raise ConfigError for trees with a target or a draft model that has recurrent layers."""
+    if target.recurrent:
+        raise tree_refusal("target")
+    if drafter is not None and drafter.chains_only:
+        raise tree_refusal("draft model")

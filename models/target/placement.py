@@ -31,7 +31,8 @@ class TensorParallelTarget(Target):
     def read_packed(
         self, ids: Tensor, positions: Tensor, document: Tensor, grad: bool = False
     ) -> TargetStates:
-        states = super().read_packed(*map(_all_gather, (ids, positions, document)), grad)
+        rows = (_all_gather(ids), _all_gather(positions), _all_gather(document))
+        states = super().read_packed(*rows, grad)
         own = slice(dist.get_rank() * len(ids), (dist.get_rank() + 1) * len(ids))
         return TargetStates(states.taps[own], states.last[own])
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from outrider.conf.errors import ConfigError
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.recurrent_states import Call
 from outrider.models.target.layer_parts import replace_forward
@@ -33,6 +34,18 @@ def has_recurrent_layers(config: Any) -> bool:
     """Return whether the configuration of a text model names layers with a recurrent state."""
     kinds = [*(getattr(config, "layer_types", None) or ()), getattr(config, "model_type", "")]
     return any(word in str(kind) for kind in kinds for word in RECURRENT_KINDS)
+
+
+def refuse_unknown_states(model: Any, name: str) -> None:
+    """Raise ConfigError for a model with recurrent states that no known method writes."""
+    config = model.config.get_text_config(decoder=True)
+    if has_recurrent_layers(config) or getattr(model, "_is_stateful", False):
+        why = (
+            f"Its family ({config.model_type}) keeps recurrent states, and not in the caches of "
+            "transformers: rejected draft tokens could not be removed from them."
+        )
+        fix = "Use a newer transformers, or another target."
+        raise ConfigError("target", name, why, fix)
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:
@@ -92,8 +105,8 @@ def _run_short(module: Any, forward: Any, rows: int, *args: Any, **kwargs: Any) 
     transformers' reference kernels pad the rows to whole chunks of 64 or 256. The result does not
     depend on the size of chunks, but for rounding.
     """
-    size = 1 << (rows - 1).bit_length()
-    if chunks_are_arguments(type(module)):
+    size, kind = 1 << (rows - 1).bit_length(), module.__class__
+    if chunks_are_arguments(kind):
         return forward(*args, chunk_size=size, **kwargs)
     before = getattr(module, "chunk_size", None)
     if before is None:
@@ -135,9 +148,14 @@ def documents_by_length(document: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N
     yield from map(torch.stack, groups.values())
 
 
+def are_sharded(layers: nn.ModuleList) -> bool:
+    """Return whether layers are gathered while they run, so that no part of one runs alone."""
+    return hasattr(layers[0], "unshard")
+
+
 def most_on_a_rank(layers: nn.ModuleList, count: int) -> int:
     """Return the largest count on a rank, where sharded layers make all ranks run together."""
-    if not dist.is_initialized() or not hasattr(layers[0], "unshard"):
+    if not dist.is_initialized() or not are_sharded(layers):
         return count
     device = next(layers.parameters()).device
     counts = torch.tensor(count, device=device)

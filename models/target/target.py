@@ -33,10 +33,10 @@ from outrider.models.target.model_shape import shape_of
 from outrider.models.target.query_scales import distance_modules, scale_queries, set_distances
 from outrider.models.target.recurrent import (
     documents_by_length,
-    has_recurrent_layers,
     most_on_a_rank,
     recorded,
     recurrent_modules,
+    refuse_unknown_states,
     writes_rows,
 )
 
@@ -86,7 +86,7 @@ class Target:
         self.base_model: Any = find_decoder(model, self.layers)
         self.recurrent = recurrent_modules(self.base_model)
         if not self.recurrent:
-            _refuse_unknown_states(model, name)
+            refuse_unknown_states(model, name)
         arguments = inspect.signature(self.base_model.forward).parameters
         self._cache_argument = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._attends = not self.recurrent or writes_rows(self.base_model)
@@ -329,11 +329,12 @@ class Target:
         Recurrent layers do not respect masks.
         """
         groups = [*documents_by_length(document)]
+        most = most_on_a_rank(self.layers, len(groups))
         read = []
         for index in groups:
             rows = (ids.flatten()[index], positions.flatten()[index], torch.zeros_like(index))
             read.append(self._read_rows(*rows, grad))
-        for _ in range(most_on_a_rank(self.layers, len(groups)) - len(groups)):
+        for _ in range(most - len(groups)):
             one = ids[:1, :1]
             self._read_rows(one, torch.zeros_like(one), torch.zeros_like(one), grad)
         out = []
@@ -351,18 +352,6 @@ class Target:
             return None
         masks = hybrid_masks if self.recurrent else additive_masks
         return masks(self.text_config, mask, positions, columns, self.dtype)
-
-
-def _refuse_unknown_states(model: Any, name: str) -> None:
-    """Raise ConfigError for a model with recurrent states that no known method writes."""
-    config = model.config.get_text_config(decoder=True)
-    if has_recurrent_layers(config) or getattr(model, "_is_stateful", False):
-        why = (
-            f"Its family ({config.model_type}) keeps recurrent states, and not in the caches of "
-            "transformers: rejected draft tokens could not be removed from them."
-        )
-        fix = "Use a newer transformers, or another target."
-        raise ConfigError("target", name, why, fix)
 
 
 def gather_module(module: Any, device: torch.device | None) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.conf.errors import RunError
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.split_cache import SplitCache
+from outrider.models.target.recurrent import are_sharded
 from outrider.models.target.target import Target
 
 PROBE = 8  # tokens of the prefix
@@ -62,6 +63,8 @@ def _probe(target: Target) -> None:
         _compare(target, cache, prefix, tree, PATHS)
         return
     _compare(target, cache, prefix, tree, CHAIN)
+    if are_sharded(target.layers):  # it is read and not decoded
+        return
     cache.keep_rows([range(KEPT)])
     _compare(target, cache, torch.cat([prefix, tree[:KEPT]]), tree.flip(0), CHAIN)
 
