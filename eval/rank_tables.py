@@ -141,7 +141,7 @@ def teacher_pairs(
         p = warp(target.logits(last[part]).double(), temperature)
         for guess, teacher in zip(guesses, teachers, strict=True):
             mask = teacher[part]
-            states = guess.hidden.flatten(0, 1)[part[mask] - guess.depth]
+            states = guess.states(part[mask] - guess.depth)
             if len(states):
                 yield guess, p[mask], drafter.heads_by_depth([states], [guess.depth])
 

@@ -364,6 +364,13 @@ def inject_random_source(engine: Engine, rng: Any) -> None:
     engine.verifier.random_source = lambda *_, **__: rng  # type: ignore[method-assign]
 
 
+def spread(guess: Guess, trace: Trace) -> Tensor:
+    """Return the states [B, T, D] of a guess; NaN in rows that it does not have."""
+    rows = trace.ids.numel()
+    out = guess.hidden.new_full((rows, guess.hidden.shape[-1]), torch.nan)
+    return out.index_copy(0, guess.rows, guess.hidden).view(*trace.ids.shape, -1)
+
+
 class FixedDrafter(Drafter):
     """A drafter with given states; its head is the target's, or the identity."""
 
@@ -380,7 +387,7 @@ class FixedDrafter(Drafter):
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         for depth, state in enumerate(self.states, start=1):
-            yield Guess(depth, state)
+            yield Guess.everywhere(depth, state)
 
 
 class RawBonus(Engine):

@@ -25,7 +25,7 @@ from outrider.train.losses import parse_depth_weights
 from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective
 from outrider.train.optimizer import build_optimizer
-from outrider.train.step_data import MicroBatch, StepData, supervised_counts
+from outrider.train.step_data import MicroBatch, StepData, trained_counts
 from outrider.train.weight_average import WeightAverage
 
 INIT_ROWS = 8  # packed rows per batch while initial weights are fitted
@@ -112,11 +112,11 @@ class Trainer:
         torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
 
     def loss_denominators(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """Return the supervised rows of the whole step per depth; all with normalise=tokens."""
+        """Return the trained rows of the whole step per depth; all with normalise=tokens."""
         cfg: Any = self.config.drafter
         if cfg.normalise == "tokens":
             return torch.full((cfg.depths,), float(self.rows * self.config.data.max_length))
-        counts = [supervised_counts(batch, cfg.depths) for batch, _ in micro_batches]
+        counts = [trained_counts(self.drafter, batch, cfg.depths) for batch, _ in micro_batches]
         return self.reduce(torch.stack(counts).sum(0)).clamp(min=1)
 
     def reduce(self, values: Tensor) -> Tensor:

@@ -122,6 +122,15 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
+    def trained_mask(self, trace: Trace, depth: int) -> Bool[Tensor, "B T"]:
+        """Return True where a training step compares the guess of row t at this depth.
+
+        By default, at every supervised row. A drafter may draw some of them in training mode. What
+        counts the rows of a step, before its first forward, must get the rows that `unroll`
+        yields: they depend on `begin_step` and on ids, documents and answers alone.
+        """
+        return trace.supervised_mask(depth)
+
     def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
         """Set initial weights from training text (at least one batch), and return a description."""
         return "random weights"
