@@ -25,6 +25,16 @@ EAGLE3: list[dict[str, Any]] = [
 ]
 NORMED: dict[str, Any] = {"residual": "normed", "init": "random"}
 QK: dict[str, Any] = {"qk_norm": True}
+TAPS: dict[str, Any] = {"taps": (0, 2), "layers": 1}
+WINDOW: dict[str, Any] = {"window": 5}
+ANCHORED: dict[str, Any] = {"window": 5, "window_from": "anchor"}
+CAUSAL: dict[str, Any] = {"causal": True}
+DFLASH: dict[str, list[dict[str, Any]]] = {
+    "zlab": [{}, TAPS, WINDOW],
+    "vllm": [{}, CAUSAL, WINDOW | CAUSAL],
+    "transformers": [{}, TAPS, WINDOW],
+    "speculators": [{}, ANCHORED, ANCHORED | CAUSAL, {"shifted": True}],
+}
 
 
 class Case(NamedTuple):
@@ -70,6 +80,9 @@ def _cases() -> list[Case]:
         cases += [Case("mtp", word, {"depths": 1, "feed": "raw", **norms}, True)]
     cases += [Case("mtp", "qwen3_next", {"depths": 1}, True)]
     cases += [Case(name, "transformers", {}, True) for name in ("draft_lm", "layerskip")]
+    for word in ("zlab", "vllm", "transformers", "speculators"):
+        cases += [Case("dflash", word, changes, True) for changes in DFLASH[word]]
+    cases += [Case("dflash", word, {}, False) for word in ("vllm", "speculators")]
     return cases + [Case(name, "native", {}, False) for name in drafters.trained_names()]
 
 

@@ -320,6 +320,7 @@ def test_parse_loss_refuses_invalid_terms(parts: list[str]) -> None:
     [
         ("first", [1, 0, 0]),
         ("geometric:0.8", [1, 0.8, 0.64]),
+        ("exponential:2", [1, 0.6065307, 0.3678794]),
         ("normalised:0.5", [4 / 7, 2 / 7, 1 / 7]),
         ("mean:0.3", [0.1, 0.1, 0.1]),
         ("3/2/0", [3, 2, 0]),

@@ -122,6 +122,7 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
 
         first             1 0 0        only guesses from a true state
         geometric:0.8     1 .8 .64     EAGLE-3
+        exponential:7     1 .87 .75    exp(-(depth - 1) / 7) (DFlash)
         normalised:0.6    .51 .31 .18  the same, summing to 1 (FastMTP)
         mean:0.3          .1 .1 .1     an equal share for each (DeepSeek-V3)
         1/0.5/0.25        as written, one per depth
@@ -135,6 +136,9 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
         elif name in ("geometric", "normalised"):
             rate = float(number)
             weights = [rate**d for d in range(depths)] if math.isfinite(rate) else []
+        elif name == "exponential":
+            scale = float(number)
+            weights = [math.exp(-d / scale) for d in range(depths)] if scale > 0 else []
         elif name == "mean":
             weights = [float(number) / depths] * depths
         else:
@@ -146,7 +150,8 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
         return [weight / total for weight in weights]
     raise ConfigError(
         "drafter.depth_weights", text, f"This does not give weights to {depths} depths.",
-        "Use first, geometric:0.8, normalised:0.6, mean:0.3, or one number per depth: 1/0.5/0.25.",
+        "Use first, geometric:0.8, exponential:7, normalised:0.6, mean:0.3, or one number per "
+        "depth: 1/0.5/0.25.",
     )  # fmt: skip
 
 

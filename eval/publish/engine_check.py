@@ -31,7 +31,10 @@ from outrider.models.target.load import LoadedTarget
 
 SCRIPTS = Path(__file__).parent / "engines"
 SERVES = {  # engine -> format -> drafter -> the engine's name of it
-    "transformers": {"transformers": {"draft_lm": "assistant"}, "deepseek": {"mtp": "mtp"}},
+    "transformers": {
+        "transformers": {"draft_lm": "assistant", "dflash": "dflash"},
+        "deepseek": {"mtp": "mtp"},
+    },
     "speculators": {"speculators": {"eagle3": "eagle3"}},
     "openvino": {"sglang": {"eagle3": "eagle3"}},
     "llamacpp": {
@@ -40,9 +43,16 @@ SERVES = {  # engine -> format -> drafter -> the engine's name of it
         "transformers": {"draft_lm": "DRAFT_SIMPLE"},
     },
     "vllm": {
-        "vllm": {"eagle3": "eagle3", "eagle": "eagle", "hass": "eagle", "medusa": "medusa"},
-        "speculators": {"eagle3": "eagle3"},
-        "transformers": {"draft_lm": "draft_model"},
+        "vllm": {
+            "eagle3": "eagle3",
+            "eagle": "eagle",
+            "hass": "eagle",
+            "medusa": "medusa",
+            "dflash": "dflash",
+        },
+        "speculators": {"eagle3": "eagle3", "dflash": "dflash"},
+        "transformers": {"draft_lm": "draft_model", "dflash": "dflash"},
+        "zlab": {"dflash": "dflash"},
     },
 }
 FIX = "Nothing was published. Publish without engine=..., or report this with the run's config."

@@ -10,6 +10,10 @@ SELF_FEEDING = (
     "deeper drafts"
 )
 HEADS = "{d}, exactly: the engine runs every head, and there are {d}"
+BLOCK = (
+    "{d}, exactly: the mask tokens of a block attend to each other, and another number changes all "
+    "guesses"
+)
 MODULES = "{d} or fewer: there are {d} modules, one for each draft token"
 LANGUAGE_MODEL = "any number works: a language model has no largest depth"
 NOTES = {  # (format, drafter), or a format with all others -> what to know first
@@ -38,6 +42,15 @@ MERGE = """python -c "
 from pathlib import Path
 from outrider.models.formats.mtp_merge import merge_into_target
 merge_into_target(Path('{repo}'), Path('{target}'), Path('MERGED'))  # local folders
+\""""
+DFLASH = """python -c "
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained('{target}')
+target = AutoModelForCausalLM.from_pretrained('{target}')
+draft = AutoModel.from_pretrained('{repo}')
+ids = tokenizer('Once upon a time', return_tensors='pt').input_ids
+out = target.generate(ids, assistant_model=draft, speculation_type='dflash', max_new_tokens=64)
+print(tokenizer.decode(out[0]))
 \""""
 ASSISTED = """python -c "
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,6 +105,8 @@ def serve_commands(
 def _legal(cfg: Any) -> str:
     if cfg.name == "medusa":
         return HEADS
+    if hasattr(cfg, "block_size"):
+        return BLOCK
     if cfg.name == "mtp" and cfg.mode == "chained":
         return MODULES
     return LANGUAGE_MODEL if cfg.name in ("draft_lm", "layerskip") else SELF_FEEDING
@@ -100,10 +115,14 @@ def _legal(cfg: Any) -> str:
 def _engine_commands(
     form: str, name: str, repo: str, target: str, depths: int
 ) -> list[tuple[str, str]]:
-    algorithm = {"eagle3": "EAGLE3", "draft_lm": "STANDALONE"}.get(name, "EAGLE")
+    algorithms = {"eagle3": "EAGLE3", "draft_lm": "STANDALONE", "dflash": "DFLASH"}
+    algorithm = algorithms.get(name, "EAGLE")
     method = {"draft_lm": "draft_model", "hass": "eagle"}.get(name, name)
     sglang = ("SGLang", _sglang(target, depths, algorithm, repo))
     vllm = ("vLLM", _vllm(target, depths, method, repo))
+    if name == "dflash":
+        hf = [("transformers", DFLASH.format(repo=repo, target=target))]
+        return {"transformers": [*hf, vllm], "zlab": [sglang, vllm]}.get(form, [vllm])
     if form in ("sglang", "vllm"):
         return [sglang if form == "sglang" else vllm]
     if form == "speculators" and name == "eagle3":

@@ -168,7 +168,7 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, key: Tensor, value: Tensor, plan: QueryPlan):  # type: ignore[no-untyped-def]
-        heads, size = key.shape[1], q.shape[-1]
+        heads = key.shape[1]
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         total = out.new_full((len(q), heads, q.shape[1] // heads), float("-inf"))
         for block in plan.blocks:
@@ -197,7 +197,8 @@ class _ContextAttention(torch.autograd.Function):
         flat_grad = grad.reshape(q.shape).to(value.dtype)
         for block in ctx.plan.blocks:
             start, stop, low, high = block
-            row, add = (x[start:stop].permute(1, 2, 0).reshape(heads, -1, 1) for x in (total, offset))
+            spans = (x[start:stop].permute(1, 2, 0) for x in (total, offset))
+            row, add = (span.reshape(heads, -1, 1) for span in spans)
             weights = masked_scores(q, key, ctx.plan, block).sub_(_finite(row)).exp_()
             dout = by_key_head(flat_grad[start:stop], heads)
             dvalue[low:high] += torch.matmul(weights.to(value.dtype).mT, dout).transpose(0, 1)

@@ -62,7 +62,8 @@ def plan_queries(
     first = torch.where(starts, index, 0).flatten().cummax(0).values
     rows = torch.nonzero(queries.flatten()).flatten()
     first = first[rows] if window is None else torch.maximum(first[rows], rows - window + 1)
-    return QueryPlan(rows, first, cut_blocks(rows.tolist(), first.tolist(), max(1, budget // heads)))
+    blocks = cut_blocks(rows.tolist(), first.tolist(), max(1, budget // heads))
+    return QueryPlan(rows, first, blocks)
 
 
 def cut_blocks(rows: list[int], first: list[int], budget: int) -> list[Block]:

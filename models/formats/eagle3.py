@@ -131,12 +131,7 @@ class Eagle3Format(ExternalFormat):
         out = super().export_weights(drafter, target)
         if drafter.vocab.is_full and not self.writes_whole_vocab:
             out = {key: value for key, value in out.items() if not key.startswith("vocab.")}
-        fc, scale = out["fc.weight"], out["tap_scale"]
-        scaled = scale.is_meta or bool((scale != 1).any())
-        if scaled and drafter.cfg.fc_norm == "none":
-            columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
-            out["fc.weight"] = (fc.double() * columns).to(fc.dtype)
-        return out
+        return hf_config.merge_tap_scale(out) if drafter.cfg.fc_norm == "none" else out
 
     def is_omitted(self, key: str, folder: WeightFolder) -> bool:
         name = key.removeprefix("vocab.")
