@@ -103,7 +103,14 @@ class Drafter(nn.Module):
         """
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
-        """Return logits over the draft vocabulary."""
+        """Return logits over the draft vocabulary.
+
+        A head may read the token before the one that it predicts, the token of the node itself
+        (Markov, gated and recurrent heads). `hidden` then holds the slot's state and what the token
+        contributes, in one row, and the head joins them. `unroll` takes the text's token,
+        `trace.tokens_ahead(depth)`, and `step` its argument `ids`; a recurrent head keeps a memory
+        per node in its state, which `parents` index. tests/test_token_before.py has all three.
+        """
         raise NotImplementedError
 
     def heads_by_depth(
