@@ -35,6 +35,11 @@ DFLASH: dict[str, list[dict[str, Any]]] = {
     "transformers": [{}, TAPS, WINDOW],
     "speculators": [{}, ANCHORED, ANCHORED | CAUSAL, {"shifted": True}],
 }
+DSPARK: dict[str, list[dict[str, Any]]] = {
+    "deepspec": [{}, {"markov_head": "gated", "confidence_head": "slot"}, {"markov_head": "rnn"}],
+    "vllm": [{"markov_rank": 8, "confidence_head": "markov"}],
+    "speculators": [{"markov_head": "rnn", "confidence_head": "markov"}, {"shifted": False}],
+}
 
 
 class Case(NamedTuple):
@@ -83,6 +88,9 @@ def _cases() -> list[Case]:
     for word in ("zlab", "vllm", "transformers", "speculators"):
         cases += [Case("dflash", word, changes, True) for changes in DFLASH[word]]
     cases += [Case("dflash", word, {}, False) for word in ("vllm", "speculators")]
+    for word in ("deepspec", "vllm", "speculators"):
+        cases += [Case("dspark", word, changes, True) for changes in DSPARK[word]]
+    cases += [Case("dspark", word, {}, False) for word in ("vllm", "speculators")]
     return cases + [Case(name, "native", {}, False) for name in drafters.trained_names()]
 
 

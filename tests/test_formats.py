@@ -27,6 +27,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 TABLE = {  # any other drafter has the native format
     "dflash": {"native", "sglang", "specforge", "speculators", "transformers", "vllm", "zlab"},
+    "dspark": {"deepspec", "native", "sglang", "speculators", "vllm"},
     "draft_lm": {"native", "sglang", "transformers", "vllm"},
     "eagle": {"eagle", "native", "sglang", "vllm"},
     "eagle3": {"native", "sglang", "specforge", "speculators", "vllm"},

@@ -16,6 +16,7 @@ guesses of a chunk, D depths.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -178,11 +179,17 @@ class ChunkedLoss:
             token=self.drafter.vocab.to_draft(self.next_ids[rows[which]]),
             state=torch.cat(states) if compare_states else self.last[:0],
             feature=self.last[rows[which]] if compare_states else self.last[:0],
+            confidence=partial(self._log_confidence, states),
         )
         loss = self._sum_terms(inputs, level)
         with torch.no_grad():
             self._count(inputs, teacher.argmax[which], rows[which], level)
         return loss
+
+    def _log_confidence(self, states: list[Tensor], log_q: Tensor) -> Float[Tensor, " N"]:
+        """Return the drafter's confidence at the guesses of a chunk."""
+        parts = zip(log_q.split([len(state) for state in states]), self.depths, states, strict=True)
+        return torch.cat([self.drafter.log_confidence(*part) for part in parts])
 
     def _sum_terms(self, inputs: LossInputs, level: Int[Tensor, " N"]) -> Float[Tensor, ""]:
         """Return all terms together, weighted by depth; `level` is the index of a guess's depth."""

@@ -43,6 +43,7 @@ class LossInputs:
     token: Int[Tensor, " N"]  # the text's, as a draft id; -1: not in the draft vocabulary
     state: Float[Tensor, "M D"]  # the drafter's
     feature: Float[Tensor, "M H"]  # the target's last state, which `state` approximates
+    confidence: Callable[[Tensor], Tensor] | None = None  # `Drafter.log_confidence`, of `log_q`
 
     @cached_property
     def log_q(self) -> Float[Tensor, "N Vd"]:
@@ -225,6 +226,19 @@ def smooth_l1(rows: LossInputs, beta: float) -> Float[Tensor, " N"]:
     return each.mean(-1)
 
 
+def confidence(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """-alpha log c - (1 - alpha) log(1 - c), without gradient through alpha (DSpark)."""
+    assert rows.confidence is not None, "the objective gives it"
+    log_c, alpha = rows.confidence(rows.log_q).clamp(max=-1e-6), rows.alpha.detach()
+    return -alpha * log_c - (1 - alpha) * torch.log(-torch.expm1(log_c))
+
+
+def renyi_half(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """-2 log sum_v sqrt(p(v) q(v)): Renyi's divergence of order one half."""
+    p = rows.p_full.float().clamp(min=FLOOR)
+    return -2 * torch.logsumexp((p.log() + rows.log_q) / 2, -1)
+
+
 class _SoftCrossEntropy(torch.autograd.Function):
     """Soft cross-entropy that saves one [N, Vd] buffer, its gradient q * sum(p) - p."""
 
@@ -260,6 +274,10 @@ LOSSES: dict[str, TermSpec] = {
     "ce": TermSpec(hard_cross_entropy, "cross-entropy of the text's token", "token"),
     "topk": TermSpec(top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
                      needs_full_head=True),
+    "confidence": TermSpec(confidence, "cross-entropy of the confidence with the acceptance (DSpark)",
+                           "all", needs_full_head=True),
+    "renyi_half": TermSpec(renyi_half, "Renyi divergence of order 1/2", "all",
+                           needs_full_head=True),
     "smooth_l1": TermSpec(smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0,
                           "(0, inf)", needs_states=True),
 }  # fmt: skip

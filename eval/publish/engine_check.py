@@ -51,7 +51,7 @@ SERVES = {  # engine -> format -> drafter -> the engine's name of it
             "dflash": "dflash",
         },
         "speculators": {"eagle3": "eagle3", "dflash": "dflash"},
-        "transformers": {"draft_lm": "draft_model", "dflash": "dflash"},
+        "transformers": {"draft_lm": "draft_model"},
         "zlab": {"dflash": "dflash"},
     },
 }

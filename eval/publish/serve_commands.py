@@ -122,7 +122,7 @@ def _engine_commands(
     vllm = ("vLLM", _vllm(target, depths, method, repo))
     if name == "dflash":
         hf = [("transformers", DFLASH.format(repo=repo, target=target))]
-        return {"transformers": [*hf, vllm], "zlab": [sglang, vllm]}.get(form, [vllm])
+        return {"transformers": hf, "zlab": [sglang, vllm]}.get(form, [vllm])
     if form in ("sglang", "vllm"):
         return [sglang if form == "sglang" else vllm]
     if form == "speculators" and name == "eagle3":

@@ -21,7 +21,7 @@ row, in pieces.
 Source: DFlash, arXiv:2602.06036, and its implementations (docs/drafters/dflash.md).
 
 Legend: B prompts or rows of a batch, T tokens, R flattened rows, N anchors, S slots, K depths, D
-width, A key heads, C head size.
+width, A key heads, C head size, M nodes of a level, X input of the head, Y memory of a token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +54,12 @@ from outrider.models.drafting.layers import (
     attend_rows,
     init_linear_weights,
 )
-from outrider.models.drafting.self_feeding import concat_prompts, maybe_checkpoint, transpose
+from outrider.models.drafting.self_feeding import (
+    concat_prompts,
+    gather_parents,
+    maybe_checkpoint,
+    transpose,
+)
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, ModelShape, TargetEnds, Trace
 from outrider.models.target.target import Target
@@ -127,13 +132,17 @@ class BlockState:
         rows: of each layer.
         position: rotary, of the anchor.
         slots: the block's states at depths 1 to K; None before `step`.
-        logits: of these; None before `step`.
+        logits: of these, before what the token of a node adds; None before `step`.
+        hidden: the inputs of `head` at the nodes of the last level.
+        memory: of these nodes, see `BlockDrafter.join`.
     """
 
     rows: tuple[LayerRows, ...]
     position: Int[Tensor, " 1"]
     slots: Float[Tensor, "K D"] | None = None
     logits: Float[Tensor, "K Vd"] | None = None
+    hidden: Float[Tensor, "M X"] | None = None
+    memory: Float[Tensor, "M Y"] | None = None
 
 
 class BlockDrafter(BatchDrafter):
@@ -172,9 +181,33 @@ class BlockDrafter(BatchDrafter):
             why = f"The target reads {shape.max_positions} positions, and the block needs a context"
             raise ConfigError("drafter.block_size", cfg.block_size, f"{why}.", "Use a smaller one.")
 
-    def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
-        normed: Tensor = self.norm(hidden)
+    def head(self, hidden: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows Vd"]:
+        return self.add_bias(self.slot_logits(hidden[..., : self.shape.hidden]), hidden)
+
+    def slot_logits(self, slots: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
+        """Return the logits of slots alone."""
+        normed: Tensor = self.norm(slots)
         return target_head_logits(self.target, self.vocab, normed)
+
+    # ---- heads that read the tokens before; by default none ----
+
+    def join(
+        self, slots: Float[Tensor, "*rows D"], ids: Int[Tensor, "*rows"], memory: Tensor | None
+    ) -> tuple[Float[Tensor, "*rows X"], Tensor | None]:
+        """Return the input of `head`, which begins with the slot, and the memory of these tokens.
+
+        Args:
+            ids: the token before the predicted one: of the text in training, of the node in
+                decoding; at depth 1 the anchor.
+            memory: of the tokens before that one; None at depth 1.
+        """
+        return slots, memory
+
+    def add_bias(
+        self, logits: Float[Tensor, "*rows Vd"], hidden: Float[Tensor, "*rows X"]
+    ) -> Float[Tensor, "*rows Vd"]:
+        """Add to the logits of slots what the tokens before contribute."""
+        return logits
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
@@ -239,8 +272,11 @@ class BlockDrafter(BatchDrafter):
             slots = trace.ids.numel() * self.cfg.block_size
             pieces = anchors.tensor_split(-(-slots // PIECE_SLOTS))
         hidden = torch.cat([self._run_blocks(trace, piece, pairs) for piece in pieces])
+        memory = None
         for depth in range(1, self.cfg.depths + 1):
-            yield Guess(depth, anchors, hidden[:, depth - 1])
+            ids = trace.tokens_ahead(depth).flatten()[anchors]
+            joined, memory = self.join(hidden[:, depth - 1], ids, memory)
+            yield Guess(depth, anchors, joined)
 
     def _run_blocks(
         self, trace: Trace, anchors: Int[Tensor, " N"], pairs: Pairs
@@ -295,12 +331,23 @@ class BlockDrafter(BatchDrafter):
     ) -> tuple[Float[Tensor, "B N Vd"], list[BlockState]]:
         """Run the whole block at depth 1; deeper levels look its logits up.
 
-        All nodes of a level have the same logits.
+        All nodes of a level have the same slot: only what their own tokens add differs.
         """
         if depth == 1:
             states = self.draft_block(states, ids[:, 0])
         logits = torch.stack([state.logits[depth - 1] for state in states])  # type: ignore[index]
-        return logits[:, None].expand(-1, ids.shape[1], -1), list(states)
+        slots = torch.stack([state.slots[depth - 1] for state in states])  # type: ignore[index]
+        past = [state.memory for state in states if state.memory is not None]
+        above = gather_parents(past, parents) if past and depth > 1 else None
+        logits, slots = (x[:, None].expand(-1, ids.shape[1], -1) for x in (logits, slots))
+        hidden, memory = self.join(slots, ids, above)
+        memories = [None] * len(states) if memory is None else memory.unbind()
+        prompts = zip(states, hidden, memories, strict=True)
+        new = [replace(state, hidden=h, memory=m) for state, h, m in prompts]
+        return self.add_bias(logits, hidden), new
+
+    def node_hidden(self, states: Sequence[BlockState]) -> Float[Tensor, "B N X"] | None:
+        return torch.stack([state.hidden for state in states])  # type: ignore[misc]
 
     def draft_block(
         self, states: Sequence[BlockState], anchors: Int[Tensor, " B"]
@@ -318,7 +365,7 @@ class BlockDrafter(BatchDrafter):
             parts = zip(q.split(size), rows, strict=True)
             x = layer.finish(x, torch.cat([self._attend(*part) for part in parts]))
         slots = self.drafted(x.unflatten(0, (-1, size)))
-        logits = self.head(slots)
+        logits = self.slot_logits(slots)
         parts = zip(states, slots, logits, strict=True)
         return [replace(state, slots=s, logits=each) for state, s, each in parts]
 

@@ -33,7 +33,7 @@ UNSUPPORTED = {  # (format, drafter): what the format's software lacks
     ("speculators", "hass"): NO_EAGLE1,
 }
 FOREIGN = {  # word in a config -> a drafter that Outrider does not have
-    "dspark": "DSpark", "domino": "Domino", "peagle": "P-EAGLE",
+    "domino": "Domino", "peagle": "P-EAGLE",
 }  # fmt: skip
 
 

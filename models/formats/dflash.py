@@ -239,7 +239,7 @@ class DFlashTransformers(DFlashFormat):
     """transformers' `MuseGlimmerAssistantModel`, for any target."""
 
     names = ("transformers",)
-    engines = "transformers, vLLM"
+    engines = "transformers"
     only_silu = False
     reduced = "transformers drafts with the target's head, over the whole vocabulary"
 
