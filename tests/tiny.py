@@ -26,7 +26,7 @@ from outrider.models.decode.sampling import GeneratorSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import Decision
-from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.drafter import Absorbed, Drafter
 from outrider.models.drafting.target_drafting import TargetDrafter
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, Trace
@@ -339,7 +339,8 @@ def propose(
             history.start(slot, text)
     requests = []
     for slot, (text, limit) in enumerate(zip(texts, limits, strict=True)):
-        one = ActiveRequest(slot, Request(text, limit + 1), Random(), state=ScriptState(text))
+        absorbed = Absorbed(len(text) - 1, ScriptState(text))
+        one = ActiveRequest(slot, Request(text, limit + 1), Random(), absorbed=absorbed)
         one.root = torch.tensor([text[-1]])
         requests.append(one)
     rng = GeneratorSource([Random(seed) for seed in seeds], policy.nodes + 1)

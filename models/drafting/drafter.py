@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.models.drafting.calibration import Calibration
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, Guess, ModelShape, TargetEnds, Trace
 
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree level
 State = Any  # decoding state of a drafter: opaque to the engine, never mutated
+
+
+class Absorbed(NamedTuple):
+    """What a drafter has read of a prompt: the first rows, and its state after them."""
+
+    rows: int = 0
+    state: State | None = None
 
 
 class TargetInput(NamedTuple):
@@ -82,6 +90,7 @@ class Drafter(nn.Module):
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss: Sequence[str] = ("soft_ce",)  # terms of the loss of guesses of depth 0
     gradient_checkpointing: bool = False
+    calibration: Calibration | None = None  # of `log_confidence`, as measured in greedy decoding
 
     @classmethod
     def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
@@ -118,6 +127,28 @@ class Drafter(nn.Module):
     ) -> Float[Tensor, "N Vd"]:
         """Return the logits of states of several depths, concatenated; by default by `head`."""
         return self.head(torch.cat(list(hidden)))
+
+    def log_confidence(
+        self,
+        log_q: Float[Tensor, "*nodes Vd"],
+        depth: int,
+        hidden: Float[Tensor, "*nodes D"] | None,
+    ) -> Float[Tensor, "*nodes"]:
+        """Return the log-probability that a draft of this depth is accepted if its parents are.
+
+        By default the largest of the probabilities. A drafter with an output of its own for it
+        reads `hidden`. It must not depend on the token that is drawn (rule R2), which is not known
+        yet; `calibration` is applied to the result.
+
+        Args:
+            log_q: log-probabilities of the children of each node; with noise, if they are coupled.
+            hidden: of the nodes, the input of `head`: of a guess, or `node_hidden` in decoding.
+        """
+        return log_q.amax(-1)
+
+    def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
+        """Return the inputs of `head` in the last `step`, which a confidence reads; None: none."""
+        return None
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         """Yield one guess per depth, starting at depth 1.
@@ -216,6 +247,22 @@ class Drafter(nn.Module):
         The default loops over the prompts. It is the reference for batched implementations.
         """
         return list(map(self.absorb, states, traces))
+
+    def absorb_next(self, before: Sequence[Absorbed], traces: Sequence[Trace]) -> list[Absorbed]:
+        """Apply `absorb_batch` to rows that follow those read before, as the decoder does.
+
+        Raises:
+            ValueError: rows are missing, or come again: the drafter would draft from other states
+                than those it was trained on, which only lowers acceptance.
+        """
+        ends = torch.stack([trace.positions[0, [0, -1]] for trace in traces]).tolist()
+        read = [one.rows + trace.ids.shape[1] for one, trace in zip(before, traces, strict=True)]
+        for one, stop, (first, last) in zip(before, read, ends, strict=True):
+            if (first, last) != (one.rows, stop - 1):
+                message = f"after {one.rows} rows of a prompt, rows {first} to {last} were given"
+                raise ValueError(f"{message} as the next {stop - one.rows}")
+        states = self.absorb_batch([one.state for one in before], traces)
+        return [Absorbed(*pair) for pair in zip(read, states, strict=True)]
 
     def new_cache(self, target: "Target", capacity: int, slots: int) -> "KVCache | SplitCache":
         """Return the cache of a decoding run, which `run_target` gets; by default the target's.
