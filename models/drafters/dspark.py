@@ -55,10 +55,13 @@ class Config(BlockConfig):
         self.require_choice("markov_head", "vanilla", "gated", "rnn")
         self.require_choice("confidence_head", "none", "slot", "markov")
         trained = any("confidence" in term for term in self.loss)
-        if self.confidence_head != "none" and not trained:
-            if not adjust(self, "loss", (*LOSS, "confidence")):
-                why = "no term trains the confidence head; add confidence to the loss"
-                raise ValueError(f"confidence_head = {self.confidence_head}: {why}")
+        wanted = self.confidence_head != "none"
+        if wanted and not trained and not adjust(self, "loss", (*LOSS, "confidence")):
+            why = "no term trains the confidence head; add confidence to the loss"
+            raise ValueError(f"confidence_head = {self.confidence_head}: {why}")
+        if trained and not wanted:
+            why = "confidence trains a head that confidence_head=none leaves out"
+            raise ValueError(f"loss = {list(self.loss)}: {why}; use markov, or another loss")
 
 
 class MarkovHead(nn.Module):
