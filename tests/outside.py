@@ -91,6 +91,9 @@ def _cases() -> list[Case]:
     for word in ("deepspec", "vllm", "speculators"):
         cases += [Case("dspark", word, changes, True) for changes in DSPARK[word]]
     cases += [Case("dspark", word, {}, False) for word in ("vllm", "speculators")]
+    for word in ("vllm", "speculators"):
+        cases += [Case("p_eagle", word, changes, False) for changes in EAGLE3[:2]]
+    cases += [Case("p_eagle", "vllm", {"fc_norm": "each"}, True)]
     return cases + [Case(name, "native", {}, False) for name in drafters.trained_names()]
 
 

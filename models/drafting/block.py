@@ -42,8 +42,7 @@ from outrider.models.drafting.block_attention import (
     ATTENTIONS,
     WINDOWS,
     BlockPlan,
-    block_mask,
-    first_in_window,
+    attend_block,
     plan_blocks,
 )
 from outrider.models.drafting.drafter import BatchDrafter, LevelIds, target_head_logits
@@ -51,7 +50,6 @@ from outrider.models.drafting.layers import (
     DecoderLayer,
     Norm,
     append_rows,
-    attend_rows,
     init_linear_weights,
 )
 from outrider.models.drafting.self_feeding import (
@@ -353,7 +351,8 @@ class BlockDrafter(BatchDrafter):
         self, states: Sequence[BlockState], anchors: Int[Tensor, " B"]
     ) -> list[BlockState]:
         """Run the blocks of several prompts, and return their states with slots and logits."""
-        size = self.cfg.block_size
+        cfg, size = self.cfg, self.cfg.block_size
+        mask = cfg.causal, cfg.window, cfg.window_from
         first = torch.cat([state.position for state in states])
         positions = first[:, None] + torch.arange(size, device=first.device)
         x, counts = self.embed_block(anchors).flatten(0, 1), [size] * len(states)
@@ -363,21 +362,8 @@ class BlockDrafter(BatchDrafter):
             )
             rows = append_rows([state.rows[i] for state in states], key, value, counts, True)
             parts = zip(q.split(size), rows, strict=True)
-            x = layer.finish(x, torch.cat([self._attend(*part) for part in parts]))
+            x = layer.finish(x, torch.cat([attend_block(*part, *mask) for part in parts]))
         slots = self.drafted(x.unflatten(0, (-1, size)))
         logits = self.slot_logits(slots)
         parts = zip(states, slots, logits, strict=True)
         return [replace(state, slots=s, logits=each) for state, s, each in parts]
-
-    def _attend(self, q: Float[Tensor, "S AG C"], rows: LayerRows) -> Float[Tensor, "S AG C"]:
-        """Attend to the context and the block, which is the branch of `rows`."""
-        cfg, slots, mask = self.cfg, len(q), None
-        if cfg.window is not None:
-            rows = rows.last(cfg.window)
-            anchor = torch.tensor([len(rows)], device=q.device)
-            first = first_in_window(anchor, slots, cfg.window, cfg.window_from)[0]
-            context = torch.arange(len(rows), device=q.device) >= first[:, None]
-            mask = torch.cat([context, block_mask(slots, cfg.causal, q.device)], dim=1)
-        elif cfg.causal:
-            mask = block_mask(slots, True, q.device)
-        return attend_rows(q, rows, mask)

@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.models.cache.layer_rows import LayerRows
 from outrider.models.drafting.branch_attention import (
     SCORES_CPU,
     SCORES_GPU,
@@ -42,6 +43,7 @@ from outrider.models.drafting.branch_attention import (
     group_heads,
     masked_scores,
 )
+from outrider.models.drafting.layers import attend_rows
 
 WINDOWS = ("slot", "anchor")
 Queries = Float[Tensor, "Q AG C"]  # and outputs
@@ -149,6 +151,26 @@ def block_attention(
     share = (total - lse).exp().permute(0, 3, 1, 2).flatten(0, 1)
     merged = out * share[..., None] + own.flatten(0, 1).float()
     return merged.flatten(1, 2).to(q.dtype)
+
+
+def attend_block(
+    q: Float[Tensor, "S AG C"],
+    rows: LayerRows,
+    causal: bool,
+    window: int | None,
+    window_from: str,
+) -> Float[Tensor, "S AG C"]:
+    """Attend, in decoding, to the context and the block, which is the branch of `rows`."""
+    slots, mask = len(q), None
+    if window is not None:
+        rows = rows.last(window)
+        anchor = torch.tensor([len(rows)], device=q.device)
+        first = first_in_window(anchor, slots, window, window_from)[0]
+        context = torch.arange(len(rows), device=q.device) >= first[:, None]
+        mask = torch.cat([context, block_mask(slots, causal, q.device)], dim=1)
+    elif causal:
+        mask = block_mask(slots, True, q.device)
+    return attend_rows(q, rows, mask)
 
 
 ATTENTIONS = {"fast": block_attention, "reference": dense_attention}

@@ -334,7 +334,8 @@ def _is_eagle3(folder: WeightFolder) -> bool:
     """Return whether the tensors are an EAGLE-3 drafter's, of SGLang's or vLLM's own format."""
     keys = strip_wrappers(folder)
     first = any(key.startswith(("midlayer.", "layers.0.hidden_norm.")) for key in keys)
-    return first and "fc.weight" in keys and "speculators_model_type" not in folder.config
+    other = "speculators_model_type" in folder.config or "mask_hidden" in keys  # P-EAGLE
+    return first and "fc.weight" in keys and not other
 
 
 def _is_short(window: int | None, target: Target) -> bool:
