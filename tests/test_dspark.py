@@ -1,4 +1,4 @@
-"""What is particular to DSpark: the token before, its memory, the confidence head and the losses."""
+"""What is particular to DSpark: the token before, its memory, the confidence head, the losses."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def built(target: Target, **changes: Any) -> DSpark:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_decodes_as_it_trains(kind: str, target: Target, trace: Trace) -> None:
-    """The contract's tests of steps, trees and the newest token, for the heads it does not build."""
+    """The contract's tests of steps, trees and the newest token, for the other heads."""
     drafter = built(target, markov_head=kind).eval()
     contract.test_steps_repeat_the_unroll_at_every_row_and_depth(drafter, trace)
     contract.test_training_and_decoding_depend_on_the_newest_token_alike(drafter, trace)
@@ -82,7 +82,8 @@ def test_confidence_reads_the_token_before_and_not_the_drawn_one(
         log_q = logits.log_softmax(-1)
         found = drafter.log_confidence(log_q, 2, drafter.node_hidden(level))
         other = drafter.log_confidence(log_q.flip(-1), 2, drafter.node_hidden(level))
-    assert found.shape == (1, 2) and (found < 0).all()
+    assert found.shape == (1, 2)
+    assert (found < 0).all()
     assert torch.equal(found, other)
     assert (found[0, 0] == found[0, 1]) == (kind == "slot")
 
@@ -94,7 +95,7 @@ def test_the_confidence_term_is_a_cross_entropy_with_the_acceptance(
     drafter = built(target, confidence_head="markov", draft_vocab_size=None)
     drafter = drafter.eval()
     objective = Objective(drafter, target, weights=[1.0, 0.0, 0.0], loss=["confidence"])
-    loss, sums = objective(trace, torch.ones(3))
+    loss, _ = objective(trace, torch.ones(3))
     rows, (guess, *_) = trace.supervised_rows(1), list(drafter.unroll(trace))
     hidden = guess.states(rows)
     q = drafter.vocab.expand(drafter.head(hidden).softmax(-1))

@@ -14,6 +14,7 @@ BLOCK = (
     "{d}, exactly: the mask tokens of a block attend to each other, and another number changes all "
     "guesses"
 )
+PARALLEL = "{d} or fewer: a mask token sees earlier ones alone, and {d} were trained"
 MODULES = "{d} or fewer: there are {d} modules, one for each draft token"
 LANGUAGE_MODEL = "any number works: a language model has no largest depth"
 NOTES = {  # (format, drafter), or a format with all others -> what to know first
@@ -107,6 +108,8 @@ def _legal(cfg: Any) -> str:
         return HEADS
     if hasattr(cfg, "block_size"):
         return BLOCK
+    if cfg.name == "p_eagle":
+        return PARALLEL
     if cfg.name == "mtp" and cfg.mode == "chained":
         return MODULES
     return LANGUAGE_MODEL if cfg.name in ("draft_lm", "layerskip") else SELF_FEEDING
@@ -120,9 +123,19 @@ def _engine_commands(
     method = {"draft_lm": "draft_model", "hass": "eagle"}.get(name, name)
     sglang = ("SGLang", _sglang(target, depths, algorithm, repo))
     vllm = ("vLLM", _vllm(target, depths, method, repo))
+    if name == "p_eagle":
+        parallel = _vllm(target, depths, "eagle3", repo, ', "parallel_drafting": true')
+        own = [("vLLM", f"vllm serve {repo}")] if form == "speculators" else []
+        return [*own, ("vLLM", parallel)] if form in ("vllm", "speculators") else []
+    if name == "dspark":
+        served = {"deepspec": [("SGLang", _sglang(target, depths, "DSPARK", repo))]}
+        served |= {"vllm": [vllm], "speculators": [("vLLM", f"vllm serve {repo}"), vllm]}
+        return served.get(form, [])
     if name == "dflash":
         hf = [("transformers", DFLASH.format(repo=repo, target=target))]
-        return {"transformers": hf, "zlab": [sglang, vllm]}.get(form, [vllm])
+        served = {"transformers": hf, "zlab": [sglang, vllm], "vllm": [vllm]}
+        served["speculators"] = [("vLLM", f"vllm serve {repo}"), vllm]
+        return served.get(form, [])
     if form in ("sglang", "vllm"):
         return [sglang if form == "sglang" else vllm]
     if form == "speculators" and name == "eagle3":
@@ -138,9 +151,9 @@ def _engine_commands(
     return []
 
 
-def _vllm(target: str, depths: int, method: str, repo: str = "") -> str:
+def _vllm(target: str, depths: int, method: str, repo: str = "", more: str = "") -> str:
     model = f'"model": "{repo}", ' if repo else ""
-    settings = f'"method": "{method}", {model}"num_speculative_tokens": {depths}'
+    settings = f'"method": "{method}", {model}"num_speculative_tokens": {depths}{more}'
     return f"vllm serve {target} --speculative-config '{{{settings}}}'"
 
 
