@@ -26,7 +26,7 @@ from outrider.conf.fields import from_dict
 from outrider.conf.schema import Config, DrafterSettings, TargetConfig, UntrainedConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
-from outrider.eval.calibration import attach_calibration
+from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
 from outrider.eval.rank_tables import tables_beside
 from outrider.eval.requests import (
