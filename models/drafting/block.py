@@ -303,12 +303,14 @@ class BlockDrafter(BatchDrafter):
         return layer.finish(x, attended)
 
     def forward_count(self, depths: int) -> int:
-        return self.cfg.block_size
+        """Count every slot; a share of the rows starts a block, at most all of them."""
+        share = self.cfg.anchors if isinstance(self.cfg.anchors, float) else 1.0
+        return max(1, round(share * self.cfg.block_size))
 
     def activation_count(self, depths: int) -> float:
         layers = sum(layer.activation_count for layer in self.decoder_layers)
         width = self.shape.hidden
-        return self.cfg.block_size * (layers + width) + (1 + 2 * len(self.taps)) * width
+        return self.forward_count(depths) * (layers + width) + (1 + 2 * len(self.taps)) * width
 
     # ---- decoding ----
 
