@@ -15,6 +15,7 @@ from outrider.models.drafters.dflash import Config
 from outrider.models.drafting.block import BlockDrafter, spread_taps
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
+from outrider.train.objective import Objective
 from tests import tiny
 
 
@@ -213,3 +214,44 @@ def test_default_taps_are_those_of_the_authors() -> None:
     assert spread_taps(8) == (1, 2, 3, 4, 5)
     assert spread_taps(4) == (0, 1, 2)
     assert spread_taps(1) == (0,)
+
+
+# ---- losses weighted by survival -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("term", ["dpace", "dpard:0.3"])
+@pytest.mark.parametrize("path", ["fused", "stored", "plain"])
+def test_survival_losses_equal_a_loop_over_anchors(
+    term: str, path: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one or two target rows: the depths of an anchor are in different chunks."""
+    monkeypatch.setattr("outrider.train.teacher.CHUNK", 100)
+    drafter, trace = block(target, draft_vocab_size=None).eval(), tiny.packed_trace(target)
+    drafter.vocab = tiny.vocab(tiny.VOCAB)
+    objective = Objective(drafter, target, weights=[1.0] * 3, loss=[term], path=path)
+    loss = objective(trace, torch.ones(3))[0]
+    floor = 0.5 if term == "dpace" else 0.3
+    expected, guesses = torch.zeros(()), {g.depth: g for g in drafter.unroll(trace)}
+    for row in range(trace.ids.numel()):
+        values, survive = [], torch.ones(())
+        products: list[Tensor] = []
+        for depth in (1, 2, 3):
+            if not trace.supervised_mask(depth).flatten()[row]:
+                values.append(torch.zeros(()))
+                products.append(torch.zeros(()))
+                continue
+            log_q = drafter.head(guesses[depth].states(torch.tensor([row])))[0].log_softmax(-1)
+            p = target.logits(trace.last.flatten(0, 1)[row + depth]).softmax(-1)
+            nats = -log_q[trace.next_ids.flatten()[row + depth]]
+            chance, value = torch.exp(-nats), nats
+            if term != "dpace":
+                chance = torch.minimum(p, log_q.exp()).sum()
+                value = -2 * torch.log((p * log_q.exp()).sqrt().sum())
+            survive = survive * ((1 - floor) * chance + floor).detach()
+            values.append(value)
+            products.append(survive)
+        for i, value in enumerate(values):
+            expected = expected + value * sum(products[i:])
+    torch.testing.assert_close(loss, expected, atol=1e-3, rtol=1e-4)
+    grads = [torch.autograd.grad(x, drafter.fc.weight)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)
