@@ -102,7 +102,7 @@ def plan_blocks(
         first = torch.maximum(first, first_in_window(anchors + 1, slots, window, window_from))
     low = first[:, 0].tolist() if len(anchors) else []
     pieces = cut_blocks(anchors.tolist(), low, max(1, budget // (heads * slots)))
-    pieces = [(start * slots, stop * slots, *span) for start, stop, *span in pieces]
+    pieces = [(start * slots, stop * slots, begin, end) for start, stop, begin, end in pieces]
     rows = anchors.repeat_interleave(slots)
     return BlockPlan(slots, QueryPlan(rows, first.flatten(), pieces), causal)
 
@@ -149,7 +149,7 @@ def block_attention(
     weights = (scores - lse[..., None]).exp().to(own_value.dtype)
     own = torch.einsum("nagsm,nmac->nsagc", weights, _by_block(own_value, None, plan))
     share = (total - lse).exp().permute(0, 3, 1, 2).flatten(0, 1)
-    merged = out * share[..., None] + own.flatten(0, 1).float()
+    merged: Tensor = out * share[..., None] + own.flatten(0, 1).float()
     return merged.flatten(1, 2).to(q.dtype)
 
 

@@ -14,11 +14,11 @@ from outrider.models.drafters.p_eagle import PEagle
 from outrider.models.formats.dflash import read_flag
 from outrider.models.formats.eagle3 import Eagle3VLLM
 from outrider.models.formats.eagle3_speculators import Eagle3Speculators
-from outrider.models.formats.external import DrafterSpec, Sidecar
+from outrider.models.formats.external import DrafterSpec, Sidecar, strip_wrappers
 from outrider.models.formats.weight_folder import WeightFolder
 from outrider.models.target.target import Target
 
-ARCHITECTURE = "PeagleLlamaForCausalLM"
+READ = {"Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel"}  # names of it
 NORMS = "vLLM maps no fc_norm of a P-EAGLE folder of speculators; format=vllm holds it"
 
 
@@ -34,17 +34,18 @@ def with_mask(
 
 
 class PEagleVLLM(Eagle3VLLM):
-    """vLLM's `PeagleLlamaForCausalLM`."""
+    """vLLM's `Eagle3LlamaForCausalLM` with `mask_hidden`; other names are only read."""
 
     drafters = ("p_eagle",)
     mask_names = ("pard_token", "ptd_token_id", "mask_token_id")
 
     def config(self, drafter: PEagle, target: Target) -> dict[str, Any]:  # type: ignore[override]
         mask = {"pard_token": drafter.cfg.mask_token_id}
-        return {**super().config(drafter, target), "architectures": [ARCHITECTURE], **mask}
+        return {**super().config(drafter, target), **mask}
 
     def matches(self, folder: WeightFolder) -> bool:
-        return ARCHITECTURE in folder.architectures
+        keys = strip_wrappers(folder)
+        return "mask_hidden" in keys and bool(READ & set(folder.architectures))
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         spec = super().read_spec(folder, target, sidecar)
