@@ -41,7 +41,8 @@ def test_every_head_decodes_as_it_trains(kind: str, target: Target, trace: Trace
     drafter = built(target, markov_head=kind).eval()
     contract.test_steps_repeat_the_unroll_at_every_row_and_depth(drafter, trace)
     contract.test_training_and_decoding_depend_on_the_newest_token_alike(drafter, trace)
-    for paths in ([(4, 8), (9, 6)], [(4, 8), (9, 6), (9, 4)]):
+    every: list[list[tuple[int, ...]]] = [[(4, 8), (9, 6)], [(4, 8), (9, 6), (9, 4)]]
+    for paths in every:
         contract.test_every_branch_of_a_tree_repeats_the_unroll_of_its_own_text(
             drafter, trace, paths
         )

@@ -56,8 +56,8 @@ def test_deeper_depths_equal_a_dense_forward_of_one_row(target: Target, trace: T
         key, value = (
             part.repeat_interleave(q.shape[1] // key.shape[1], 1) for part in (key, value)
         )
-        parts = [part.transpose(0, 1)[None] for part in (q, key, value)]
-        out = torch.nn.functional.scaled_dot_product_attention(*parts, causal)
+        q, key, value = (part.transpose(0, 1)[None] for part in (q, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(q, key, value, causal)
         residual = layer.finish(residual, out[0].transpose(0, 1))
     for guess in drafter.unroll(trace):
         found = guess.states(torch.tensor([tiny.LENGTH + t]))[0]

@@ -69,6 +69,7 @@ class Config(eagle3.Config):
 class PEagle(Eagle3):
     """EAGLE-3's network, and the vector that stands for unknown taps."""
 
+    cfg: Config
     draw = 0  # seed of the dropped depths of this step
 
     def __init__(
@@ -159,7 +160,8 @@ class PEagle(Eagle3):
         for i, layer in enumerate(self.decoder_layers):
             x = x if i == 0 else layer.input_layernorm(residual)
             residual = self._attend_masks(layer, residual, x, positions, first[i], plan)
-        return residual.unflatten(0, (-1, count))
+        slots: Tensor = residual.unflatten(0, (-1, count))
+        return slots
 
     def _attend_masks(
         self, layer: Any, residual: Tensor, x: Tensor, positions: Tensor,
@@ -172,7 +174,7 @@ class PEagle(Eagle3):
 
     # ---- decoding ----
 
-    def step_batch(
+    def step_batch(  # type: ignore[override]  # its states hold logits in place of a branch
         self, states: Sequence[Any], depth: int, ids: LevelIds, parents: LevelIds
     ) -> tuple[Float[Tensor, "B N Vd"], list[BlockState]]:
         """Run all mask rows at depth 1; deeper levels look their logits up."""
@@ -197,5 +199,5 @@ class PEagle(Eagle3):
             residual = layer.finish(residual, torch.cat(attended))
         newest = torch.stack([state.hidden for state in states])
         hidden = torch.cat([newest, residual.view(len(states), count, self.shape.hidden)], dim=1)
-        parts = zip(states, hidden, self.head(hidden), strict=True)
-        return [BlockState(s.rows, s.position, h, logits) for s, h, logits in parts]
+        prompts = zip(states, hidden, self.head(hidden), strict=True)
+        return [BlockState(s.rows, s.position, h, logits) for s, h, logits in prompts]

@@ -222,7 +222,8 @@ class BlockDrafter(BatchDrafter):
         """Return the inputs of the slots: the anchor token, then mask tokens."""
         ids = anchors.new_full((len(anchors), self.cfg.block_size), self.cfg.mask_token_id)
         ids[:, 0] = anchors
-        return self.target.embed(ids).to(self.fc.weight.dtype)
+        embedded: Tensor = self.target.embed(ids).to(self.fc.weight.dtype)
+        return embedded
 
     def drafted(self, slots: Float[Tensor, "N S D"]) -> Float[Tensor, "N K D"]:
         """Return the slots of depths 1 to K."""
@@ -255,7 +256,7 @@ class BlockDrafter(BatchDrafter):
         seed = (self.draw << 31) + int(trace.ids.sum()) % 2**31
         keys = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed))
         order = keys.to(mask.device).masked_fill(~anchors, 2.0).argsort(1).argsort(1)
-        count: Any = self.cfg.anchors
+        count: int | float | Tensor = self.cfg.anchors
         if isinstance(count, float):
             count = (count * anchors.sum(1, keepdim=True)).ceil()
         return mask & anchors & (order < count)
@@ -304,8 +305,9 @@ class BlockDrafter(BatchDrafter):
 
     def forward_count(self, depths: int) -> int:
         """Count every slot; a share of the rows starts a block, at most all of them."""
-        share = self.cfg.anchors if isinstance(self.cfg.anchors, float) else 1.0
-        return max(1, round(share * self.cfg.block_size))
+        anchors: int | float = self.cfg.anchors
+        size: int = self.cfg.block_size
+        return max(1, round(anchors * size)) if isinstance(anchors, float) else size
 
     def activation_count(self, depths: int) -> float:
         layers = sum(layer.activation_count for layer in self.decoder_layers)
@@ -367,5 +369,5 @@ class BlockDrafter(BatchDrafter):
             x = layer.finish(x, torch.cat([attend_block(*part, *mask) for part in parts]))
         slots = self.drafted(x.unflatten(0, (-1, size)))
         logits = self.slot_logits(slots)
-        parts = zip(states, slots, logits, strict=True)
-        return [replace(state, slots=s, logits=each) for state, s, each in parts]
+        blocks = zip(states, slots, logits, strict=True)
+        return [replace(state, slots=s, logits=each) for state, s, each in blocks]

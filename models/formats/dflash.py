@@ -28,6 +28,7 @@ Source: the releases that docs/formats.md names.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.models.drafting.block import BlockDrafter
@@ -156,7 +157,7 @@ class DFlashFormat(ExternalFormat):
 class DFlashZLab(DFlashFormat):
     """`DFlashDraftModel`, as z-lab, SpecForge and ModelOpt write it."""
 
-    names = ("zlab", "sglang", "specforge")
+    names: tuple[str, ...] = ("zlab", "sglang", "specforge")
     engines = "SGLang, vLLM"
 
     def refusal_reason(self, drafter: BlockDrafter, target: Target) -> str:
@@ -246,7 +247,7 @@ class DFlashTransformers(DFlashFormat):
     def refusal_reason(self, drafter: BlockDrafter, target: Target) -> str:
         if drafter.cfg.shifted:
             return SHIFTED
-        first = target.embedding.weight.new_zeros(1, dtype=int)
+        first = torch.zeros(1, dtype=torch.long, device=target.embedding.weight.device)
         if not target.embedding.weight.is_meta and bool(
             (target.embedding(first) != target.embed(first)).any()
         ):
@@ -316,8 +317,8 @@ class DFlashTransformers(DFlashFormat):
         if folder.config.get("layer_types") is None:
             kinds = "full_attention or sliding_attention"
             raise _missing(folder, "layer_types", f"{kinds} of each layer")
-        kinds = {k: folder.config.get(k) for k in ("layer_types", "sliding_window")}
-        size = hf_config.read_window(folder, kinds)
+        fields = {k: folder.config.get(k) for k in ("layer_types", "sliding_window")}
+        size = hf_config.read_window(folder, fields)
         return None if size is None else size + 1
 
 

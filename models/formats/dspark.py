@@ -12,7 +12,7 @@ Source: the releases that docs/formats.md names.
 
 from typing import Any
 
-from outrider.models.drafters.dspark import DSpark
+from outrider.models.drafting.block import BlockDrafter
 from outrider.models.formats.dflash import DFlashFormat, DFlashSpeculators, read_flag
 from outrider.models.formats.external import Sidecar, strip_wrappers
 from outrider.models.formats.weight_folder import WeightFolder
@@ -24,7 +24,7 @@ HEADS = ("vanilla", "gated", "rnn")
 SHIFTED_ALONE = "DeepSpec's network is shifted; format=speculators can say otherwise"
 
 
-def head_fields(drafter: DSpark) -> dict[str, Any]:
+def head_fields(drafter: BlockDrafter) -> dict[str, Any]:
     """Return the fields of the heads, which are the same in every format."""
     cfg = drafter.cfg
     return {
@@ -64,18 +64,18 @@ def read_heads(folder: WeightFolder, sidecar: Sidecar) -> dict[str, Any]:
 class DSparkDeepSpec(DFlashFormat):
     """`Qwen3DSparkModel`, as DeepSpec writes it."""
 
-    names = ("deepspec", "sglang")
+    names: tuple[str, ...] = ("deepspec", "sglang")
     engines = "SGLang, DeepSpec"
     drafters = ("dspark",)
     reduced = "its head is over the whole vocabulary; format=vllm can hold a reduced one"
     writes_target_copies = True
 
-    def refusal_reason(self, drafter: DSpark, target: Target) -> str:
+    def refusal_reason(self, drafter: BlockDrafter, target: Target) -> str:
         if not drafter.cfg.shifted:
             return SHIFTED_ALONE
         return super().refusal_reason(drafter, target)
 
-    def config(self, drafter: DSpark, target: Target) -> dict[str, Any]:
+    def config(self, drafter: BlockDrafter, target: Target) -> dict[str, Any]:
         cfg = drafter.cfg
         return {
             "architectures": [ARCHITECTURE],
@@ -117,17 +117,17 @@ class DSparkVLLM(DSparkDeepSpec):
     engines = "vLLM"
     reduced = ""
 
-    def refusal_reason(self, drafter: DSpark, target: Target) -> str:
+    def refusal_reason(self, drafter: BlockDrafter, target: Target) -> str:
         if drafter.cfg.markov_head != "vanilla":
             return VANILLA
         return super().refusal_reason(drafter, target)
 
-    def rename(self, key: str, drafter: DSpark, target: Target) -> str | None:  # type: ignore[override]
+    def rename(self, key: str, drafter: BlockDrafter, target: Target) -> str | None:
         if key == "vocab.d2t" and not drafter.vocab.is_full:
             return "d2t"
         return super().rename(key, drafter, target)
 
-    def config(self, drafter: DSpark, target: Target) -> dict[str, Any]:
+    def config(self, drafter: BlockDrafter, target: Target) -> dict[str, Any]:
         return {**super().config(drafter, target), "draft_vocab_size": len(drafter.vocab)}
 
     def matches(self, folder: WeightFolder) -> bool:
@@ -141,7 +141,7 @@ class DSparkSpeculators(DFlashSpeculators):
     architecture = "DSparkSpeculator"
     default_shift = None
 
-    def config(self, drafter: DSpark, target: Target) -> dict[str, Any]:  # type: ignore[override]
+    def config(self, drafter: BlockDrafter, target: Target) -> dict[str, Any]:
         return {**super().config(drafter, target), **head_fields(drafter)}
 
     def flags(self, folder: WeightFolder, sidecar: Sidecar) -> dict[str, Any]:

@@ -10,7 +10,6 @@ Source: the releases that docs/formats.md names.
 
 from typing import Any
 
-from outrider.models.drafters.p_eagle import PEagle
 from outrider.models.formats.dflash import read_flag
 from outrider.models.formats.eagle3 import Eagle3VLLM
 from outrider.models.formats.eagle3_speculators import Eagle3Speculators
@@ -39,7 +38,7 @@ class PEagleVLLM(Eagle3VLLM):
     drafters = ("p_eagle",)
     mask_names = ("pard_token", "ptd_token_id", "mask_token_id")
 
-    def config(self, drafter: PEagle, target: Target) -> dict[str, Any]:  # type: ignore[override]
+    def config(self, drafter: Any, target: Target) -> dict[str, Any]:
         mask = {"pard_token": drafter.cfg.mask_token_id}
         return {**super().config(drafter, target), **mask}
 
@@ -58,12 +57,12 @@ class PEagleSpeculators(Eagle3Speculators):
     drafters = ("p_eagle",)
     kind, architecture = "peagle", "PEagleSpeculator"
 
-    def refusal_reason(self, drafter: PEagle, target: Target) -> str:  # type: ignore[override]
+    def refusal_reason(self, drafter: Any, target: Target) -> str:
         if drafter.cfg.fc_norm == "each":
             return NORMS
         return super().refusal_reason(drafter, target)
 
-    def config(self, drafter: PEagle, target: Target) -> dict[str, Any]:  # type: ignore[override]
+    def config(self, drafter: Any, target: Target) -> dict[str, Any]:
         mask = {"mask_token_id": drafter.cfg.mask_token_id}
         return {**super().config(drafter, target), **mask, "embed_requires_grad": True}
 
