@@ -259,7 +259,8 @@ class BlockDrafter(BatchDrafter):
         count: int | float | Tensor = self.cfg.anchors
         if isinstance(count, float):
             count = (count * anchors.sum(1, keepdim=True)).ceil()
-        return mask & anchors & (order < count)
+        drawn: Tensor = mask & anchors & (order < count)
+        return drawn
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         masks = [self.trained_mask(trace, depth) for depth in range(1, self.cfg.depths + 1)]
