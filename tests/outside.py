@@ -25,6 +25,21 @@ EAGLE3: list[dict[str, Any]] = [
 ]
 NORMED: dict[str, Any] = {"residual": "normed", "init": "random"}
 QK: dict[str, Any] = {"qk_norm": True}
+TAPS: dict[str, Any] = {"taps": (0, 2), "layers": 1}
+WINDOW: dict[str, Any] = {"window": 5}
+ANCHORED: dict[str, Any] = {"window": 5, "window_from": "anchor"}
+CAUSAL: dict[str, Any] = {"causal": True}
+DFLASH: dict[str, list[dict[str, Any]]] = {
+    "zlab": [{}, TAPS, WINDOW],
+    "vllm": [{}, CAUSAL, WINDOW | CAUSAL],
+    "transformers": [{}, TAPS, WINDOW],
+    "speculators": [{}, ANCHORED, ANCHORED | CAUSAL, {"shifted": True}],
+}
+DSPARK: dict[str, list[dict[str, Any]]] = {
+    "deepspec": [{}, {"markov_head": "gated", "confidence_head": "slot"}, {"markov_head": "rnn"}],
+    "vllm": [{"markov_rank": 8, "confidence_head": "markov"}],
+    "speculators": [{"markov_head": "rnn", "confidence_head": "markov"}, {"shifted": False}],
+}
 
 
 class Case(NamedTuple):
@@ -70,6 +85,15 @@ def _cases() -> list[Case]:
         cases += [Case("mtp", word, {"depths": 1, "feed": "raw", **norms}, True)]
     cases += [Case("mtp", "qwen3_next", {"depths": 1}, True)]
     cases += [Case(name, "transformers", {}, True) for name in ("draft_lm", "layerskip")]
+    for word in ("zlab", "vllm", "transformers", "speculators"):
+        cases += [Case("dflash", word, changes, True) for changes in DFLASH[word]]
+    cases += [Case("dflash", word, {}, False) for word in ("vllm", "speculators")]
+    for word in ("deepspec", "vllm", "speculators"):
+        cases += [Case("dspark", word, changes, True) for changes in DSPARK[word]]
+    cases += [Case("dspark", word, {}, False) for word in ("vllm", "speculators")]
+    for word in ("vllm", "speculators"):
+        cases += [Case("p_eagle", word, changes, False) for changes in EAGLE3[:2]]
+    cases += [Case("p_eagle", "vllm", {"fc_norm": "each"}, True)]
     return cases + [Case(name, "native", {}, False) for name in drafters.trained_names()]
 
 

@@ -68,6 +68,7 @@ def decoded(trip: RoundTrip, word: str, folder: Path) -> str:
         ("mtp", "deepseek", "qwen3", {"qk_norm": True}),
         ("mtp", "deepseek", "qwen2", {}),
         *(("draft_lm", "transformers", f, {}) for f in ("llama", "gemma3", "granite", "qwen3")),
+        *(("dflash", "transformers", f, {}) for f in ("llama", "granite", "qwen3")),
     ],
 )
 def test_transformers_accepts_the_same_tokens_in_every_round(

@@ -26,6 +26,9 @@ from tests.outside import CASES, Case
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 TABLE = {  # any other drafter has the native format
+    "dflash": {"native", "sglang", "specforge", "speculators", "transformers", "vllm", "zlab"},
+    "dspark": {"deepspec", "native", "sglang", "speculators", "vllm"},
+    "p_eagle": {"native", "speculators", "vllm"},
     "draft_lm": {"native", "sglang", "transformers", "vllm"},
     "eagle": {"eagle", "native", "sglang", "vllm"},
     "eagle3": {"native", "sglang", "specforge", "speculators", "vllm"},
@@ -243,8 +246,8 @@ def stored(path: Path, config: dict[str, Any], keys: dict[str, tuple[int, ...]])
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "is a DFlash drafter"),
-        ({"speculators_model_type": "peagle"}, "speculators folder of type peagle"),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": {}}, "is a Domino drafter"),
+        ({"speculators_model_type": "xpress"}, "speculators folder of type xpress"),
         ({}, r"no format that Outrider reads; its tensors begin with fc\.weight"),
     ],
 )

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.train.losses import LOSSES, LossInputs, Term, parse_depth_weights, parse_loss
+from outrider.train.losses import (
+    LOSSES,
+    LossInputs,
+    Term,
+    parse_depth_weights,
+    parse_loss,
+    survival_weights,
+)
 
 SOFT = ("soft_ce", "soft_ce_reference")
 each_soft = pytest.mark.parametrize("name", SOFT)
@@ -82,7 +89,12 @@ def reference(name: str, number: float, row: int, rows: LossInputs) -> Any:
     if name == "lk_hybrid":
         share = math.exp(-number * float(torch.as_tensor(alpha).detach()))
         return share * kl(p, q) + (1 - share) * (1 - alpha)
-    if name == "ce":
+    if name == "confidence":  # of the largest probability
+        share, c = float(torch.as_tensor(alpha).detach()), torch.stack(q).max()
+        return -share * c.log() - (1 - share) * (1 - c).log()
+    if name in ("renyi_half", "dpard"):  # the objective multiplies dpard and dpace by weights
+        return -2 * sum((a * b).sqrt() for a, b in zip(whole, q, strict=True)).log()
+    if name in ("ce", "dpace"):
         return -q[int(rows.token[row])].log()
     if name == "topk":
         best = sorted(range(len(q)), key=lambda v: -float(whole[v]))[: int(number)]
@@ -126,6 +138,7 @@ def test_every_term_has_a_reference() -> None:
     """`reference` computes Smooth-L1 for unknown names, so a new term fails above."""
     assert set(LOSSES) == {
         *SOFT, "kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid", "ce", "topk", "smooth_l1",
+        "confidence", "renyi_half", "dpace", "dpard",
     }  # fmt: skip
 
 
@@ -320,6 +333,7 @@ def test_parse_loss_refuses_invalid_terms(parts: list[str]) -> None:
     [
         ("first", [1, 0, 0]),
         ("geometric:0.8", [1, 0.8, 0.64]),
+        ("exponential:2", [1, 0.6065307, 0.3678794]),
         ("normalised:0.5", [4 / 7, 2 / 7, 1 / 7]),
         ("mean:0.3", [0.1, 0.1, 0.1]),
         ("3/2/0", [3, 2, 0]),
@@ -340,3 +354,32 @@ def test_normalised_weights_match_fastmtp_paper() -> None:
 def test_parse_depth_weights_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"drafter\.depth_weights"):
         parse_depth_weights(text, 3)
+
+
+# ---- weights by survival -------------------------------------------------------------------------
+
+
+def test_survival_weights_equal_a_triple_loop_with_a_hole_in_the_mask() -> None:
+    """A guess that does not count has the factor 1 in products, and adds nothing to sums."""
+    factors = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    counted = torch.ones(5, 7).bool()
+    counted[2, 3] = counted[0, 4] = counted[4, 5] = False
+    counted[:, 6] = False
+    expected = torch.zeros(5, 7)
+    for row in range(7):
+        for depth in range(5):
+            for last in range(depth, 5):
+                product = 1.0
+                for i in range(last + 1):
+                    product *= float(factors[i, row]) if counted[i, row] else 1.0
+                expected[depth, row] += product if counted[last, row] else 0.0
+    torch.testing.assert_close(survival_weights(factors, counted), expected)
+
+
+def test_renyi_half_by_hand() -> None:
+    """-2 log (sqrt(.5 * .25) + sqrt(.5 * .75)), and 0 where draft and target are equal."""
+    p, q = torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([[0.25, 0.75], [0.25, 0.75]])
+    none = torch.zeros(0, 1)
+    inputs = LossInputs(q.log(), p, p, torch.ones(2).bool(), torch.zeros(2).long(), none, none)
+    found = LOSSES["renyi_half"].loss(inputs, 0.0)
+    torch.testing.assert_close(found, torch.tensor([0.0693365, 0.0]), atol=1e-5, rtol=1e-4)

@@ -29,6 +29,9 @@ TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_8b_eagle3": (hf.Qwen3Config, {
         **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
         "num_key_value_heads": 8}),
+    **dict.fromkeys(("qwen3_8b_dflash", "qwen3_8b_dspark"), (hf.Qwen3Config, {
+        **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_key_value_heads": 8})),
     "gpt_oss_20b_eagle3": (hf.GptOssConfig, {"num_hidden_layers": 24, "num_local_experts": 32}),
     "qwen3_30b_a3b_eagle3": (hf.Qwen3MoeConfig, {
         **QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,

@@ -56,7 +56,13 @@ def target(family: str = "llama", seed: int = 0, **changes: object) -> Target:
 def config(name: str, **changes: object) -> Any:
     """The `Config` of a drafter; fields that it does not have are left out."""
     kind = drafters.drafter_module(name).Config
-    settings = {"depths": DEPTHS, "draft_vocab_size": DRAFTED, **changes}
+    settings = {
+        "depths": DEPTHS,
+        "draft_vocab_size": DRAFTED,
+        "anchors": 1.0,
+        "keep": 1.0,
+        **changes,
+    }
     if name in CHANGES_TARGET:
         settings["draft_vocab_size"] = None
     return kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})

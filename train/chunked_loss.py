@@ -16,6 +16,7 @@ guesses of a chunk, D depths.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from outrider.models.argmax import first_argmax
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Guess, TopKTeacher, Trace
 from outrider.train.acceptance_forecast import expected_rounds
-from outrider.train.losses import LossInputs, Term
+from outrider.train.losses import LossInputs, Term, survival_weights
 from outrider.train.metric_sums import MetricSums
 from outrider.train.teacher import Teacher, TeacherRows, max_logits
 
@@ -106,6 +107,7 @@ class ChunkedLoss:
             on_chunk: computes gradients of a chunk, whose graph is then freed.
         """
         total = self.last.new_zeros((), dtype=torch.float32)
+        self.survival = self._survival_weights(hidden)
         for chunk in self._chunks():
             states = [h[at] for h, at in zip(hidden, chunk.guesses, strict=True)]
             if on_chunk is not None:
@@ -167,6 +169,15 @@ class ChunkedLoss:
     def _chunk_loss(self, states: list[Tensor], chunk: Chunk) -> Float[Tensor, ""]:
         """Return the loss of one chunk; its metrics are added to the sums."""
         rows, which, level = chunk.rows, chunk.which, chunk.level
+        inputs, argmax = self._inputs(states, chunk)
+        loss = self._sum_terms(inputs, level, self._guess_rows(chunk))
+        with torch.no_grad():
+            self._count(inputs, argmax, rows[which], level)
+        return loss
+
+    def _inputs(self, states: list[Tensor], chunk: Chunk) -> tuple[LossInputs, Tensor]:
+        """Return the inputs of the terms, and the target's top-1 token at each guess's row."""
+        rows, which = chunk.rows, chunk.which
         with torch.no_grad():
             teacher = self._teacher_rows(rows)
         p, compare_states = teacher.p[which], any(term.spec.needs_states for term in self.terms)
@@ -178,17 +189,49 @@ class ChunkedLoss:
             token=self.drafter.vocab.to_draft(self.next_ids[rows[which]]),
             state=torch.cat(states) if compare_states else self.last[:0],
             feature=self.last[rows[which]] if compare_states else self.last[:0],
+            confidence=partial(self._log_confidence, states),
         )
-        loss = self._sum_terms(inputs, level)
-        with torch.no_grad():
-            self._count(inputs, teacher.argmax[which], rows[which], level)
-        return loss
+        return inputs, teacher.argmax[which]
 
-    def _sum_terms(self, inputs: LossInputs, level: Int[Tensor, " N"]) -> Float[Tensor, ""]:
-        """Return all terms together, weighted by depth; `level` is the index of a guess's depth."""
+    def _guess_rows(self, chunk: Chunk) -> Int[Tensor, " N"]:
+        """Return the row t of every guess of a chunk."""
+        depths = torch.tensor(self.depths, device=chunk.rows.device)
+        return chunk.rows[chunk.which] - depths[chunk.level]
+
+    @torch.no_grad()
+    def _survival_weights(self, hidden: list[Tensor]) -> dict[str, Float[Tensor, "D R"]]:
+        """Return by term the weights of all guesses, where a term has such; the head runs twice."""
+        terms = [term for term in self.terms if term.spec.survival is not None]
+        size = (len(self.depths), len(self.next_ids))
+        factors = {term.name: self.last.new_ones(size, dtype=torch.float32) for term in terms}
+        counted = {name: torch.zeros_like(x, dtype=torch.bool) for name, x in factors.items()}
+        for chunk in self._chunks() if terms else ():
+            states = [h[at] for h, at in zip(hidden, chunk.guesses, strict=True)]
+            inputs, at = self._inputs(states, chunk)[0], (chunk.level, self._guess_rows(chunk))
+            for term in terms:
+                factors[term.name][at] = term.spec.survival(inputs, term.parameter)  # type: ignore[misc]
+                counted[term.name][at] = term.counted(inputs)
+        return {name: survival_weights(x, counted[name]) for name, x in factors.items()}
+
+    def _log_confidence(self, states: list[Tensor], log_q: Tensor) -> Float[Tensor, " N"]:
+        """Return the drafter's confidence at the guesses of a chunk."""
+        parts = zip(log_q.split([len(state) for state in states]), self.depths, states, strict=True)
+        return torch.cat([self.drafter.log_confidence(*part) for part in parts])
+
+    def _sum_terms(
+        self, inputs: LossInputs, level: Int[Tensor, " N"], rows: Int[Tensor, " N"]
+    ) -> Float[Tensor, ""]:
+        """Return all terms together, weighted by depth.
+
+        Args:
+            level: index of each guess's depth.
+            rows: t of each guess.
+        """
         total = torch.zeros_like(level, dtype=torch.float32)
         for i, term in enumerate(self.terms):
             values, counted = term(inputs)
+            if term.name in self.survival:
+                values = values * self.survival[term.name][level, rows]
             total = total + term.weight * values
             self.sums.terms[i].index_add_(0, level, values.detach().double())
             self.sums.term_rows[i].index_add_(0, level, counted.double())

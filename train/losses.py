@@ -44,6 +44,8 @@ class LossInputs:
     token: Int[Tensor, " N"]  # the text's, as a draft id; -1: not in the draft vocabulary
     state: Float[Tensor, "M D"]  # the drafter's
     feature: Float[Tensor, "M H"]  # the target's last state, which `state` approximates
+    # `Drafter.log_confidence` of `log_q`; by default that of a drafter without an output for it
+    confidence: Callable[[Tensor], Tensor] = lambda log_q: log_q.amax(-1)
 
     @cached_property
     def log_q(self) -> Float[Tensor, "N Vd"]:
@@ -69,6 +71,9 @@ class TermSpec(NamedTuple):
     interval: str = ""  # of the parameter
     needs_states: bool = False  # compares states, which only drafters in the target's space have
     needs_full_head: bool = False  # reads `p_full`
+    # probability that a guess survives, given the parameter: the value of a depth is weighted by
+    # the sum over it and the deeper ones of the products up to each (`survival_weights`)
+    survival: Callable[[LossInputs, float], Float[Tensor, " N"]] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,14 @@ class Term:
 
     def __call__(self, rows: LossInputs) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
         """Return the values, 0 at rows that do not count, and which rows count."""
+        counted = self.counted(rows)
+        return self.spec.loss(rows, self.parameter) * counted, counted
+
+    def counted(self, rows: LossInputs) -> Bool[Tensor, " N"]:
+        """Return which rows count."""
         everywhere = torch.ones_like(rows.argmax_in_vocab)
         masks = {"top1": rows.argmax_in_vocab, "token": rows.token >= 0, "all": everywhere}
-        counted = masks[self.spec.rows]
-        return self.spec.loss(rows, self.parameter) * counted, counted
+        return masks[self.spec.rows]
 
 
 def parse_loss(parts: Sequence[str]) -> tuple[Term, ...]:
@@ -128,6 +137,7 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
 
         first             1 0 0        only guesses from a true state
         geometric:0.8     1 .8 .64     EAGLE-3
+        exponential:7     1 .87 .75    exp(-(depth - 1) / 7) (DFlash)
         normalised:0.6    .51 .31 .18  the same, summing to 1 (FastMTP)
         mean:0.3          .1 .1 .1     an equal share for each (DeepSeek-V3)
         1/0.5/0.25        as written, one per depth
@@ -141,6 +151,9 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
         elif name in ("geometric", "normalised"):
             rate = float(number)
             weights = [rate**d for d in range(depths)] if math.isfinite(rate) else []
+        elif name == "exponential":
+            scale = float(number)
+            weights = [math.exp(-d / scale) for d in range(depths)] if scale > 0 else []
         elif name == "mean":
             weights = [float(number) / depths] * depths
         else:
@@ -152,8 +165,23 @@ def parse_depth_weights(text: str, depths: int) -> list[float]:
         return [weight / total for weight in weights]
     raise ConfigError(
         "drafter.depth_weights", text, f"This does not give weights to {depths} depths.",
-        "Use first, geometric:0.8, normalised:0.6, mean:0.3, or one number per depth: 1/0.5/0.25.",
+        "Use first, geometric:0.8, exponential:7, normalised:0.6, mean:0.3, or one number per "
+        "depth: 1/0.5/0.25.",
     )  # fmt: skip
+
+
+def survival_weights(
+    factors: Float[Tensor, "D R"], counted: Bool[Tensor, "D R"]
+) -> Float[Tensor, "D R"]:
+    """Return for each depth the sum, over it and the deeper ones, of the products up to each.
+
+    A guess that is not counted has the factor 1 and adds nothing. Factors .5 .8 .5, all counted:
+    products .5 .4 .2, weights 1.1 .6 .2.
+
+    Source: D-PACE, arXiv:2605.18810.
+    """
+    products = torch.where(counted, factors, 1.0).cumprod(0) * counted
+    return products.flip(0).cumsum(0).flip(0)
 
 
 # ---- the terms ----
@@ -226,6 +254,28 @@ def smooth_l1(rows: LossInputs, beta: float) -> Float[Tensor, " N"]:
     return each.mean(-1)
 
 
+def confidence(rows: LossInputs, _: float) -> Float[Tensor, " N"]:
+    """-alpha log c - (1 - alpha) log(1 - c), without gradient through alpha (DSpark)."""
+    log_c, alpha = rows.confidence(rows.log_q).clamp(max=-1e-6), rows.alpha.detach()
+    return -alpha * log_c - (1 - alpha) * torch.log(-torch.expm1(log_c))
+
+
+def renyi_half(rows: LossInputs, _: float = 0.0) -> Float[Tensor, " N"]:
+    """-2 log sum_v sqrt(p(v) q(v)): Renyi's divergence of order one half."""
+    p = rows.p_full.float().clamp(min=FLOOR)
+    return -2 * torch.logsumexp((p.log() + rows.log_q) / 2, -1)
+
+
+def label_survival(rows: LossInputs, floor: float) -> Float[Tensor, " N"]:
+    """(1 - floor) q(the text's token) + floor (D-PACE)."""
+    return (1 - floor) * torch.exp(-hard_cross_entropy(rows, 0.0)) + floor
+
+
+def acceptance_survival(rows: LossInputs, floor: float) -> Float[Tensor, " N"]:
+    """(1 - floor) alpha + floor (D-PARD)."""
+    return (1 - floor) * rows.alpha + floor
+
+
 class _SoftCrossEntropy(torch.autograd.Function):
     """Soft cross-entropy that saves one [N, Vd] buffer, its gradient q * sum(p) - p."""
 
@@ -261,6 +311,14 @@ LOSSES: Registry[TermSpec] = Registry("loss", TermSpec, {
     "ce": TermSpec(hard_cross_entropy, "cross-entropy of the text's token", "token"),
     "topk": TermSpec(top_k, "the target's K most probable tokens (HASS)", "all", 10.0, "[1, inf)",
                      needs_full_head=True),
+    "confidence": TermSpec(confidence, "confidence against acceptance (DSpark)", "all",
+                           needs_full_head=True),
+    "renyi_half": TermSpec(renyi_half, "Renyi divergence of order 1/2", "all",
+                           needs_full_head=True),
+    "dpace": TermSpec(hard_cross_entropy, "ce, weighted by the survival of its depth (D-PACE)",
+                      "token", 0.5, "[0, 1)", survival=label_survival),
+    "dpard": TermSpec(renyi_half, "renyi_half, weighted by the survival of its depth (D-PARD)",
+                      "all", 0.5, "[0, 1)", needs_full_head=True, survival=acceptance_survival),
     "smooth_l1": TermSpec(smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0,
                           "(0, inf)", needs_states=True),
 })  # fmt: skip

@@ -31,7 +31,10 @@ from outrider.models.target.load import LoadedTarget
 
 SCRIPTS = Path(__file__).parent / "engines"
 SERVES = {  # engine -> format -> drafter -> the engine's name of it
-    "transformers": {"transformers": {"draft_lm": "assistant"}, "deepseek": {"mtp": "mtp"}},
+    "transformers": {
+        "transformers": {"draft_lm": "assistant", "dflash": "dflash"},
+        "deepseek": {"mtp": "mtp"},
+    },
     "speculators": {"speculators": {"eagle3": "eagle3"}},
     "openvino": {"sglang": {"eagle3": "eagle3"}},
     "llamacpp": {
@@ -40,9 +43,17 @@ SERVES = {  # engine -> format -> drafter -> the engine's name of it
         "transformers": {"draft_lm": "DRAFT_SIMPLE"},
     },
     "vllm": {
-        "vllm": {"eagle3": "eagle3", "eagle": "eagle", "hass": "eagle", "medusa": "medusa"},
-        "speculators": {"eagle3": "eagle3"},
+        "vllm": {
+            "eagle3": "eagle3",
+            "eagle": "eagle",
+            "hass": "eagle",
+            "medusa": "medusa",
+            "dflash": "dflash",
+            "p_eagle": "p_eagle",
+        },
+        "speculators": {"eagle3": "eagle3", "dflash": "dflash", "p_eagle": "p_eagle"},
         "transformers": {"draft_lm": "draft_model"},
+        "zlab": {"dflash": "dflash"},
     },
 }
 # engine -> settings of eagle3 that it does not read -> the value that it computes

@@ -10,6 +10,11 @@ SELF_FEEDING = (
     "deeper drafts"
 )
 HEADS = "{d}, exactly: the engine runs every head, and there are {d}"
+BLOCK = (
+    "{d}, exactly: the mask tokens of a block attend to each other, and another number changes all "
+    "guesses"
+)
+PARALLEL = "{d} or fewer: a mask token sees earlier ones alone, and {d} were trained"
 MODULES = "{d} or fewer: there are {d} modules, one for each draft token"
 LANGUAGE_MODEL = "any number works: a language model has no largest depth"
 NOTES = {  # (format, drafter), or a format with all others -> what to know first
@@ -38,6 +43,15 @@ MERGE = """python -c "
 from pathlib import Path
 from outrider.models.formats.mtp_merge import merge_into_target
 merge_into_target(Path('{repo}'), Path('{target}'), Path('MERGED'))  # local folders
+\""""
+DFLASH = """python -c "
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained('{target}')
+target = AutoModelForCausalLM.from_pretrained('{target}')
+draft = AutoModel.from_pretrained('{repo}')
+ids = tokenizer('Once upon a time', return_tensors='pt').input_ids
+out = target.generate(ids, assistant_model=draft, speculation_type='dflash', max_new_tokens=64)
+print(tokenizer.decode(out[0]))
 \""""
 ASSISTED = """python -c "
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,6 +106,10 @@ def serve_commands(
 def _legal(cfg: Any) -> str:
     if cfg.name == "medusa":
         return HEADS
+    if hasattr(cfg, "block_size"):
+        return BLOCK
+    if cfg.name == "p_eagle":
+        return PARALLEL
     if cfg.name == "mtp" and cfg.mode == "chained":
         return MODULES
     return LANGUAGE_MODEL if cfg.name in ("draft_lm", "layerskip") else SELF_FEEDING
@@ -100,10 +118,24 @@ def _legal(cfg: Any) -> str:
 def _engine_commands(
     form: str, name: str, repo: str, target: str, depths: int
 ) -> list[tuple[str, str]]:
-    algorithm = {"eagle3": "EAGLE3", "draft_lm": "STANDALONE"}.get(name, "EAGLE")
+    algorithms = {"eagle3": "EAGLE3", "draft_lm": "STANDALONE", "dflash": "DFLASH"}
+    algorithm = algorithms.get(name, "EAGLE")
     method = {"draft_lm": "draft_model", "hass": "eagle"}.get(name, name)
     sglang = ("SGLang", _sglang(target, depths, algorithm, repo))
     vllm = ("vLLM", _vllm(target, depths, method, repo))
+    if name == "p_eagle":
+        parallel = _vllm(target, depths, "eagle3", repo, ', "parallel_drafting": true')
+        own = [("vLLM", f"vllm serve {repo}")] if form == "speculators" else []
+        return [*own, ("vLLM", parallel)] if form in ("vllm", "speculators") else []
+    if name == "dspark":
+        served = {"deepspec": [("SGLang", _sglang(target, depths, "DSPARK", repo))]}
+        served |= {"vllm": [vllm], "speculators": [("vLLM", f"vllm serve {repo}"), vllm]}
+        return served.get(form, [])
+    if name == "dflash":
+        hf = [("transformers", DFLASH.format(repo=repo, target=target))]
+        served = {"transformers": hf, "zlab": [sglang, vllm], "vllm": [vllm]}
+        served["speculators"] = [("vLLM", f"vllm serve {repo}"), vllm]
+        return served.get(form, [])
     if form in ("sglang", "vllm"):
         return [sglang if form == "sglang" else vllm]
     if form == "speculators" and name == "eagle3":
@@ -119,9 +151,9 @@ def _engine_commands(
     return []
 
 
-def _vllm(target: str, depths: int, method: str, repo: str = "") -> str:
+def _vllm(target: str, depths: int, method: str, repo: str = "", more: str = "") -> str:
     model = f'"model": "{repo}", ' if repo else ""
-    settings = f'"method": "{method}", {model}"num_speculative_tokens": {depths}'
+    settings = f'"method": "{method}", {model}"num_speculative_tokens": {depths}{more}'
     return f"vllm serve {target} --speculative-config '{{{settings}}}'"
 
 

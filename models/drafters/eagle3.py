@@ -223,8 +223,7 @@ class Eagle3(SelfFeeding):
         taps = trace.taps[trace.document >= 0].float()
         if self.cfg.fc_norm == "joint":
             taps = F.rms_norm(taps, taps.shape[-1:], eps=self.shape.eps)
-        sizes = taps.unflatten(-1, (len(self.taps), -1)).pow(2).mean(-1).sqrt().median(0).values
-        scale = torch.exp2(-sizes.clamp(min=1e-6).log2().round())
+        scale = closed_form_init.tap_scale(taps, len(self.taps))
         if self.cfg.fc_norm == "joint":
             weight = self.input_norm.get_parameter("weight")
             weight.copy_(scale.repeat_interleave(self.shape.hidden))

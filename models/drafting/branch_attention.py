@@ -62,10 +62,11 @@ def plan_queries(
     first = torch.where(starts, index, 0).flatten().cummax(0).values
     rows = torch.nonzero(queries.flatten()).flatten()
     first = first[rows] if window is None else torch.maximum(first[rows], rows - window + 1)
-    return QueryPlan(rows, first, _blocks(rows.tolist(), first.tolist(), max(1, budget // heads)))
+    blocks = cut_blocks(rows.tolist(), first.tolist(), max(1, budget // heads))
+    return QueryPlan(rows, first, blocks)
 
 
-def _blocks(rows: list[int], first: list[int], budget: int) -> list[Block]:
+def cut_blocks(rows: list[int], first: list[int], budget: int) -> list[Block]:
     blocks, start = list[Block](), 0
     for i, row in enumerate(rows):
         low = first[start]  # the first row of a block reaches back furthest
@@ -105,11 +106,11 @@ def branch_attention(
 ATTENTIONS = {"fast": branch_attention, "reference": dense_attention}
 
 
-def _scores(q: Tensor, key: Tensor, plan: QueryPlan, block: Block) -> Tensor:
+def masked_scores(q: Tensor, key: Tensor, plan: QueryPlan, block: Block) -> Tensor:
     """Return the scores of one block, [A, G*n, keys] in float32; -inf where masked."""
     start, stop, low, high = block
     heads, size = key.shape[1], q.shape[-1]
-    flat = _by_key_head(q[start:stop], heads)
+    flat = by_key_head(q[start:stop], heads)
     scores: Tensor = torch.matmul(flat, key[low:high].permute(1, 2, 0)).float() * size**-0.5
     column = torch.arange(low, high, device=q.device)
     rows, first = plan.rows[start:stop, None], plan.document_start[start:stop, None]
@@ -118,18 +119,18 @@ def _scores(q: Tensor, key: Tensor, plan: QueryPlan, block: Block) -> Tensor:
     return scores
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def group_heads(x: Tensor, heads: int) -> Tensor:
     """[N, A*G, C] -> [N, A, G, C]; N may be 0."""
     return x.view(len(x), heads, x.shape[1] // heads, x.shape[2])
 
 
-def _by_key_head(x: Tensor, heads: int) -> Tensor:
-    """[N, A*G, C] -> [A, G*N, C], the layout of `_scores`."""
+def by_key_head(x: Tensor, heads: int) -> Tensor:
+    """[N, A*G, C] -> [A, G*N, C], the layout of `masked_scores`."""
     count, _, size = x.shape
     return x.view(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
 
 
-def _by_row(x: Tensor, count: int) -> Tensor:
+def by_row(x: Tensor, count: int) -> Tensor:
     """[A, G*N, C] -> [N, A*G, C]."""
     heads, _, size = x.shape
     return x.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1, size)
@@ -141,18 +142,18 @@ class _BranchAttention(torch.autograd.Function):
         ctx, q: Tensor, key: Tensor, value: Tensor, plan: QueryPlan, depths: int, *own: Tensor
     ) -> Tensor:
         heads, size = key.shape[1], q.shape[-1]
-        grouped = _grouped(q, heads).float()
+        grouped = group_heads(q, heads).float()
         # each [N, A, G]
         own_scores = [(grouped * k[:, :, None].float()).sum(-1) * size**-0.5 for k in own[:depths]]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         total = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)
         for block in plan.blocks:
             start, stop, low, high = block
-            scores = _scores(q, key, plan, block)
+            scores = masked_scores(q, key, plan, block)
             lse = torch.logsumexp(scores, -1)
             weights = scores.sub_(lse[..., None]).exp_().to(value.dtype)
             attended = torch.matmul(weights, value[low:high].transpose(0, 1)).float()
-            out[start:stop] = _by_row(attended, stop - start)
+            out[start:stop] = by_row(attended, stop - start)
             total[start:stop] = lse.view(heads, -1, stop - start).permute(2, 0, 1)
         lse = torch.stack([total, *own_scores]).logsumexp(0)
         merged = out.view_as(grouped).mul_((total - lse).exp()[..., None])
@@ -170,24 +171,24 @@ class _BranchAttention(torch.autograd.Function):
         heads, size = key.shape[1], q.shape[-1]
         scale = size**-0.5
         delta = (grad.float() * result.float()).sum(-1).view(lse.shape)
-        dq = torch.zeros(_grouped(q, heads).shape, dtype=torch.float32, device=q.device)
+        dq = torch.zeros(group_heads(q, heads).shape, dtype=torch.float32, device=q.device)
         dkey = torch.zeros(key.shape, dtype=torch.float32, device=q.device)
         dvalue = torch.zeros_like(dkey)
         for block in ctx.plan.blocks:
             start, stop, low, high = block
             n = stop - start
             row = lse[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)
-            weights = _scores(q, key, ctx.plan, block).sub_(row).exp_()
-            dout = _by_key_head(grad[start:stop].to(value.dtype), heads)
+            weights = masked_scores(q, key, ctx.plan, block).sub_(row).exp_()
+            dout = by_key_head(grad[start:stop].to(value.dtype), heads)
             dvalue[low:high] += torch.matmul(weights.to(value.dtype).mT, dout).transpose(0, 1)
             dscore = torch.matmul(dout, value[low:high].permute(1, 2, 0)).float()
             dscore.sub_(delta[start:stop].permute(1, 2, 0).reshape(heads, -1, 1)).mul_(weights)
             dscore = dscore.mul_(scale).to(q.dtype)
             dblock = torch.matmul(dscore, key[low:high].transpose(0, 1)).float()
-            dq[start:stop] = _by_row(dblock, n).view(n, heads, -1, size)
-            query = _by_key_head(q[start:stop], heads)
+            dq[start:stop] = by_row(dblock, n).view(n, heads, -1, size)
+            query = by_key_head(q[start:stop], heads)
             dkey[low:high] += torch.matmul(dscore.mT, query).transpose(0, 1)
-        grouped, g = _grouped(q, heads).float(), _grouped(grad, heads).float()
+        grouped, g = group_heads(q, heads).float(), group_heads(grad, heads).float()
         dkeys, dvalues = [], []
         for k, v in zip(own[: ctx.depths], own[ctx.depths :], strict=True):
             score = (grouped * k[:, :, None].float()).sum(-1) * scale

@@ -51,6 +51,12 @@ class RegressionMoments:
         return _solve(self.covariance, self.xy / self.count / self.output_std).mT
 
 
+def tap_scale(taps: Float[Tensor, "N KH"], count: int) -> Float[Tensor, " K"]:
+    """Return powers of two that bring each of `count` concatenated taps to about unit size."""
+    sizes = taps.float().unflatten(-1, (count, -1)).pow(2).mean(-1).sqrt().median(0).values
+    return torch.exp2(-sizes.clamp(min=1e-6).log2().round())
+
+
 def _solve(covariance: Float[Tensor, "F F"], right: Float[Tensor, "F any"]) -> Tensor:
     damped = covariance.double()
     damped.diagonal().add_(RIDGE * float(damped.diagonal().mean()))

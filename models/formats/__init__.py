@@ -33,7 +33,7 @@ UNSUPPORTED = {  # (format, drafter): what the format's software lacks
     ("speculators", "hass"): NO_EAGLE1,
 }
 FOREIGN = {  # word in a config -> a drafter that Outrider does not have
-    "dflash": "DFlash", "dspark": "DSpark", "domino": "Domino", "peagle": "P-EAGLE",
+    "domino": "Domino",
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def recognise(folder: Path) -> "Format":
         raise RunError(why, "Remove the tensors or fields that belong to the other one.")
     if kind := opened.config.get("speculators_model_type"):
         why = f"{folder} is a speculators folder of type {kind}."
-        raise RunError(why, "Outrider reads those of type eagle3 and mtp.")
+        raise RunError(why, "Outrider reads those of type eagle3, peagle, dflash, dspark and mtp.")
     text = str(opened.config).lower()
     if foreign := [name for word, name in FOREIGN.items() if word in text]:
         raise RunError(f"{folder} is a {foreign[0]} drafter.", "Outrider has no such drafter.")

@@ -131,12 +131,7 @@ class Eagle3Format(ExternalFormat):
         out = super().export_weights(drafter, target)
         if drafter.vocab.is_full and not self.writes_whole_vocab:
             out = {key: value for key, value in out.items() if not key.startswith("vocab.")}
-        fc, scale = out["fc.weight"], out["tap_scale"]
-        scaled = scale.is_meta or bool((scale != 1).any())
-        if scaled and drafter.cfg.fc_norm == "none":
-            columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
-            out["fc.weight"] = (fc.double() * columns).to(fc.dtype)
-        return out
+        return hf_config.merge_tap_scale(out) if drafter.cfg.fc_norm == "none" else out
 
     def is_omitted(self, key: str, folder: WeightFolder) -> bool:
         name = key.removeprefix("vocab.")
@@ -339,7 +334,8 @@ def _is_eagle3(folder: WeightFolder) -> bool:
     """Return whether the tensors are an EAGLE-3 drafter's, of SGLang's or vLLM's own format."""
     keys = strip_wrappers(folder)
     first = any(key.startswith(("midlayer.", "layers.0.hidden_norm.")) for key in keys)
-    return first and "fc.weight" in keys and "speculators_model_type" not in folder.config
+    other = "speculators_model_type" in folder.config or "mask_hidden" in keys  # P-EAGLE
+    return first and "fc.weight" in keys and not other
 
 
 def _is_short(window: int | None, target: Target) -> bool:

@@ -29,6 +29,7 @@ class Eagle3Speculators(Eagle3Format):
     names = ("speculators",)
     engines = "vLLM"
     writes_target_copies = True
+    kind, architecture = "eagle3", "Eagle3Speculator"
 
     def config(self, drafter: Eagle3, target: Target) -> dict[str, Any]:
         layers, depths = self.layer_fields(drafter), drafter.cfg.depths
@@ -37,7 +38,7 @@ class Eagle3Speculators(Eagle3Format):
             layers |= {"sliding_window": drafter.cfg.window, "layer_types": kinds}
             layers["use_sliding_window"] = True
         return {
-            **speculators_fields("eagle3", "Eagle3Speculator", layers, depths, target),
+            **speculators_fields(self.kind, self.architecture, layers, depths, target),
             **self.architecture_flags(drafter),
             "target_hidden_size": None,
             "embed_requires_grad": False,
@@ -45,7 +46,7 @@ class Eagle3Speculators(Eagle3Format):
         }
 
     def matches(self, folder: WeightFolder) -> bool:
-        return folder.config.get("speculators_model_type") == "eagle3"
+        return folder.config.get("speculators_model_type") == self.kind
 
     def layer_config(self, folder: WeightFolder) -> Mapping[str, Any]:
         layers = folder.config_object("transformer_layer_config")

@@ -307,8 +307,8 @@ def drafter_config(folder: WeightFolder, spec: DrafterSpec, sidecar: Sidecar) ->
     fields = {"draft_vocab_size": size, **trained, **spec.fields, "name": spec.name}
     fix = f"Correct the drafter in {SIDECAR}."
     cfg = config_from_json(fields, folder.path, fix)
-    for name in sorted(spec.fields.keys() & trained.keys()):
-        if trained[name] is not None and not _has_value(cfg, name, trained[name]):
+    for name in spec.fields:
+        if trained.get(name) is not None and not _has_value(cfg, name, trained[name]):
             why = f"{SIDECAR} has {name}: {trained[name]}, and the files {spec.fields[name]}."
             raise folder.error(why, "Correct the one that was changed.")
     return cfg

@@ -80,6 +80,15 @@ def dtype_fields(weights: Mapping[str, Tensor]) -> dict[str, str]:
     return {"dtype": name, "torch_dtype": name}
 
 
+def merge_tap_scale(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Multiply `tap_scale` into the columns of `fc.weight`; powers of two, so exactly."""
+    fc, scale = weights["fc.weight"], weights["tap_scale"]
+    if not scale.is_meta and not bool((scale != 1).any()):
+        return weights
+    columns = scale.double().repeat_interleave(fc.shape[1] // len(scale))
+    return {**weights, "fc.weight": (fc.double() * columns).to(fc.dtype)}
+
+
 def read_config(
     folder: WeightFolder, config: Mapping[str, Any], target: ModelShape, windowed: bool = False
 ) -> ModelShape:

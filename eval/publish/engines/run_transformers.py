@@ -1,4 +1,4 @@
-"""Decode with transformers, a draft model as its assistant or the MTP modules in the target."""
+"""Decode with transformers: a draft model or DFlash as assistant, or the target's MTP modules."""
 
 import json
 import sys
@@ -31,6 +31,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         config.num_mtp_layers = config.num_nextn_predict_layers
         names = [rf"model\.layers\.{layers + k}\." for k in range(config.num_mtp_layers)]
         model._keys_to_ignore_on_load_unexpected = names  # where transformers looks for modules
+    elif request["method"] == "dflash":
+        draft = hf.AutoModel.from_pretrained(request["drafter"], dtype=torch.float32).to(device)
+        if draft.config.block_size != request["depth"] + 1:
+            raise ValueError(f"the block drafts {draft.config.block_size - 1}, always")
+        use = {"assistant_model": draft, "speculation_type": "dflash"}
     else:
         draft = load(request["drafter"], dtype=torch.float32).to(device)
         draft.generation_config.num_assistant_tokens = request["depth"]
@@ -51,7 +56,7 @@ def decode(model: Any, prompt: Any, request: dict[str, Any], use: dict[str, Any]
         mask = torch.ones_like(ids)  # by default, tokens of the padding's id are not attended to
         return model.generate(ids, attention_mask=mask, max_new_tokens=count, **greedy, **more)
 
-    if "assistant_model" in use:  # it would draft before the target's first token
+    if request["method"] == "assistant":  # it would draft before the target's first token
         ids, first, budget = generate(1), [1], budget - 1
     if budget and not (first and int(ids[0, -1]) in stop):
         ids = generate(budget, streamer=steps, **use)

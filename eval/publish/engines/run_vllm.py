@@ -17,12 +17,15 @@ import vllm
 def main(request: dict[str, Any]) -> dict[str, Any]:
     prompts, new_tokens, depth = request["prompts"], request["new_tokens"], request["depth"]
     drafter = {} if request["method"] == "mtp" else {"model": request["drafter"]}
+    method = request["method"]
+    if method == "p_eagle":  # all depths in one pass of EAGLE-3's layers
+        drafter, method = {**drafter, "parallel_drafting": True}, "eagle3"
     llm = vllm.LLM(
         request["target"], dtype="float32", enforce_eager=True, enable_prefix_caching=False,
         seed=0, async_scheduling=False, max_num_seqs=4,
         max_model_len=max(map(len, prompts)) + new_tokens + depth + 1,
         speculative_config={
-            **drafter, "method": request["method"], "num_speculative_tokens": depth,
+            **drafter, "method": method, "num_speculative_tokens": depth,
         },
     )  # fmt: skip
     params = vllm.SamplingParams(
