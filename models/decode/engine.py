@@ -7,9 +7,9 @@ slot at once; prompts of one length that start together are read in one forward.
 every tree is only the root, which is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
-drafter state, and padding is masked. With a drafter that learns from finished answers
-(`Drafter.finish`), a seed's sampled answer depends on the answers before it: drafts decide how
-random numbers are used. Its distribution does not.
+drafter state, and padding is masked. Two things change the sampled answer of a seed, never its
+distribution, since drafts decide how random numbers are used: the answers before it, with a drafter
+that learns from them (`Drafter.finish`), and the times of rounds, with decode=auto.
 
 Shape letters: B requests, N nodes, V tokens.
 """
@@ -24,9 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.cache.kv_cache import KVCache
-from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode import tree_layout
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.draft_context import DRAFTER_FIX, DraftContext
 from outrider.models.decode.policy import Draft, Policy, check_compatible, default_rule_of
 from outrider.models.decode.request import (
@@ -51,7 +50,6 @@ from outrider.models.interface import Trace
 from outrider.models.target.target import Target, TargetStates
 
 PREFILL_MASK = 2**24  # elements of the mask with which a piece of a prompt is read
-TARGET_FIX = "Check the target's files, its precision and its cache (outrider doctor)."
 
 
 class Engine:
@@ -83,6 +81,9 @@ class Engine:
             ValueError: the sampling parameters are invalid for this target, or the rule does not
                 fit the policy's drafts.
         """
+        self.auto = policy if isinstance(policy, Auto) else None
+        if self.auto is not None and drafter is not None:
+            drafter = self.auto.wrap(drafter)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab_size)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
@@ -151,8 +152,13 @@ class Engine:
         for request in requests:
             check_request(request, self.target.shape().max_positions, self.target.vocab_size)
         rows = max(map(self.rows_of, requests), default=1)
+        if self.auto is not None:
+            self.auto.prepare(self.target, slots, rows)
         if dialogue is None or dialogue.cache is None:
-            self.cache = self._new_cache(rows, slots)
+            if self.drafter is None:
+                self.cache = self.target.new_cache(rows, slots)
+            else:
+                self.cache = self.drafter.new_cache(self.target, rows, slots)
         else:
             self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
@@ -200,11 +206,6 @@ class Engine:
         self.release()
 
     # ---- requests start and end ----
-
-    def _new_cache(self, rows: int, slots: int) -> KVCache | SplitCache:
-        if self.drafter is None:
-            return self.target.new_cache(rows, slots)
-        return self.drafter.new_cache(self.target, rows, slots)
 
     def _set_taps(self) -> None:
         """Set the target's taps, which another engine may have changed since the last round."""
@@ -312,7 +313,8 @@ class Engine:
         self._set_taps()
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)
-        draft, drafted = self._draft(active, times)
+        skips = self.drafter is None or (self.auto is not None and not self.auto.drafts(active))
+        draft, drafted = self._draft(active, times, skips)
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
         watch.lap()  # building the tree and its mask counts as overhead
@@ -326,8 +328,10 @@ class Engine:
             self._record(one, slot, decision.scores[slot], paths[-1])
         counts = [*map(len, paths)]
         times.verify += watch.lap()
-        if self.drafter is None:
+        if skips or self.drafter is None:
             cache.keep_rows(paths)
+            if self.auto is not None:
+                self.auto.defer(active, prefix, states)
             times.commit += watch.lap()
         else:
             texts = [one.out.ids[-count - 1 :] for one, count in zip(active, counts, strict=True)]
@@ -342,10 +346,10 @@ class Engine:
         return counts
 
     def _draft(
-        self, active: list[ActiveRequest], times: RoundTimes
+        self, active: list[ActiveRequest], times: RoundTimes, skips: bool
     ) -> tuple[Draft, Sequence[State]]:
         """Return the draft, and the drafter's states after its last step."""
-        if self.drafter is None or self.policy is None:
+        if skips or self.drafter is None or self.policy is None:
             newest = [[one.out.ids[-1]] for one in active]
             return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None), ()
         rng = NO_RANDOMNESS  # draws need not check: verification refuses tokens of NaN rows
@@ -369,13 +373,7 @@ class Engine:
         return self.sampling.adjust(logits, self.history.at_nodes(tree, first))
 
     def _decide(self, draft: Draft, logits: Rows) -> Decision:
-        try:
-            return self.verifier.decide(draft, logits)
-        except FloatingPointError:
-            message = "The target's logits are not finite (NaN or infinite)."
-            raise RunError(message, TARGET_FIX) from None
-        except ValueError as error:
-            raise RunError(f"A round could not be verified: {error}", TARGET_FIX) from error
+        return self.verifier.decide_or_explain(draft, logits)
 
     def _record(
         self, one: ActiveRequest, slot: int, scores: Float[Tensor, "N V"], path: list[int]
