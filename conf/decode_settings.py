@@ -38,7 +38,7 @@ class DecodeConfig:
     )
     tree: str | None = option(None, "static_tree, sampled_tree: JSON of rank paths; null: the best")
     confidence: float | Literal["adaptive"] = option(
-        0.0, "chain: stop after a token of lower probability; adaptive: by acceptance", PROBABILITY
+        0.0, "chain: stop after a token of lower confidence; adaptive: by acceptance", PROBABILITY
     )
     acceptance_goal: float = option(0.9, "confidence=adaptive: share to accept", PROBABILITY)
     auto: AutoConfig = dataclasses.field(default_factory=AutoConfig)

@@ -5,9 +5,8 @@ from outrider.conf.schema import Config
 from outrider.data.corpus import load_text, load_training_data
 from outrider.data.record.writer import write_recording
 from outrider.data.reporter import Reporter
-from outrider.data.target_fit import load_fitting_target
+from outrider.data.target_fit import load_adapted
 from outrider.models import drafters
-from outrider.models.adapt import adapt
 from outrider.models.target import process
 from outrider.models.target.load import LoadedTarget
 
@@ -36,8 +35,7 @@ def _load(
 ) -> tuple[Config, LoadedTarget, tuple[int, ...], Reporter]:
     """Load the target; return the settings adapted to it, the target and the drafter's taps."""
     process.set_threads()
-    loaded = load_fitting_target(config, trains=True, records=records)
-    console.print(f"target: {loaded.source}")
-    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
     reporter = Reporter(console, main=process.rank() == 0)
-    return adapt(config, reporter.note, loaded.target.shape()), loaded, taps, reporter
+    config, loaded = load_adapted(config, reporter, trains=True, records=records)
+    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
+    return config, loaded, taps, reporter

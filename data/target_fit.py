@@ -8,7 +8,9 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.schema import Config
 from outrider.conf.searched import SearchedConfig
 from outrider.data.record.layout import check_record
+from outrider.data.reporter import Reporter
 from outrider.models import drafters
+from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings, sampling_of
 from outrider.models.interface import ModelShape
 from outrider.models.target import load, process
@@ -46,6 +48,17 @@ def load_fitting_target(
         if records or (trains and config.data.mode == "recorded" and not config.data.traces):
             check_record(config.record, config.drafter, shape.vocab)
     return load.load_target(config.target, process.device())
+
+
+def load_adapted(config: Config, reporter: Reporter, **uses: bool) -> tuple[Config, LoadedTarget]:
+    """Load the target, print its source, and return it with the settings adapted to it.
+
+    Args:
+        uses: those of `load_fitting_target`.
+    """
+    loaded = load_fitting_target(config, **uses)
+    reporter.console.print(f"target: {loaded.source}")
+    return adapt(config, reporter.note, loaded.target.shape()), loaded
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:

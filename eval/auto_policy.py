@@ -1,10 +1,8 @@
-"""Draft policies with what lies beside a drafter: its cost table and its calibration."""
+"""Draft policies with the cost table that lies beside a drafter."""
 
 from pathlib import Path
 
 from outrider.conf.decode_settings import DecodeConfig
-from outrider.eval.calibration import read_calibration
-from outrider.models.decode.acceptance import Acceptance
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.cost_table import FILE
 from outrider.models.decode.from_config import Tables, policy_of
@@ -17,17 +15,14 @@ def policy_beside(
     """Return the policy of `decode`; that of decode=auto keeps its cost table with the drafter.
 
     Args:
-        drafter: its folder. Beside a run's own `drafter/` lie costs.json and calibration.json; of
-            other folders, and without one, costs are kept in the user's cache.
+        drafter: its folder. costs.json lies beside a run's own `drafter/`; of other folders, and
+            without one, costs are kept in the user's cache.
 
     Raises:
         ConfigError: as `policy_of`.
-        CorruptFile: calibration.json is none.
     """
     policy = policy_of(decode, tables)
-    if isinstance(policy, Auto) and drafter is not None:
-        run = drafter.parent
-        if (run / "config.yaml").is_file():
-            policy.file = run / FILE
-            policy.shared = Acceptance(read_calibration(run))
+    run = None if drafter is None else drafter.parent
+    if isinstance(policy, Auto) and run is not None and (run / "config.yaml").is_file():
+        policy.file = run / FILE
     return policy

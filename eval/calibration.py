@@ -2,10 +2,14 @@
 
 Measured by teacher forcing on greedy answers in a report of the run, so nothing is decoded. A
 guess at depth d, row t counts where a round could have begun at row t (as in `rank_tables.py`).
-Its confidence is the drafter's top-1 softmax probability at temperature 1 over its draft
-vocabulary, as `decode.confidence` compares and dynamic trees multiply along a path. It is correct
-if the target's top-1 token is the same. The error of a depth is the expected calibration error:
-the mean distance between confidence and accuracy over ten bins of confidence, weighted by guesses.
+Its confidence is `Drafter.log_confidence`, by default the top-1 softmax probability at temperature
+1 over its draft vocabulary. A guess is correct if the target's top-1 token is the same. The error
+of a depth is the expected calibration error: the mean distance between confidence and accuracy over
+ten bins of confidence, weighted by guesses.
+
+Greedy decoding with the same weights maps confidence to this accuracy
+(`models/drafting/calibration.py`) before `decode.confidence` compares it and dynamic trees multiply
+it along a path.
 
 Source: Guo et al. 2017, "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
 """
@@ -26,6 +30,7 @@ from outrider.conf.schema import Config
 from outrider.conf.tensor_files import fingerprint
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
+from outrider.models.drafting.calibration import Bin, Calibration
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
 from outrider.train.teacher import TargetHead
@@ -74,8 +79,10 @@ def reliability(
     for trace in traces:
         guesses = guesses_to_depth(drafter, trace, depths)
         for guess, p, logits in teacher_pairs(drafter, target, trace, guesses, 0.0):
-            confidence, token = logits.double().softmax(-1).max(-1)
-            correct = p.gather(1, drafter.vocab.to_target(token)[:, None])[:, 0]
+            log_q = logits.double().log_softmax(-1)
+            confidence = drafter.log_confidence(log_q, guess.depth, guess.hidden).exp()
+            token = log_q.argmax(-1, keepdim=True)
+            correct = p.gather(1, drafter.vocab.to_target(token))[:, 0]
             terms = torch.stack([torch.ones_like(confidence), confidence, correct], dim=1)
             bins = (confidence * BINS).long().clamp(max=BINS - 1).cpu()
             sums[guess.depth - 1].index_add_(0, bins, terms.cpu())
@@ -95,6 +102,23 @@ def depth_summaries(sums: Float[Tensor, "D bins 3"]) -> list[dict[str, Any]]:
         error = sum(abs(total - correct) for _, total, correct in bins) / max(1, count)
         depths.append({"depth": depth, "guesses": int(count), "error": error, "bins": rows})
     return depths
+
+
+def attach_calibration(drafter: Drafter, folder: Path) -> None:
+    """Give a drafter the calibration beside it, if it was measured with the same weights.
+
+    Args:
+        folder: of the drafter; of a run's own, the file is in the run's folder.
+    """
+    found = read_calibration(folder) or read_calibration(folder.parent)
+    if found is None or found["drafter"] != fingerprint(drafter.state_dict()):
+        return
+    depths = [
+        [Bin(one["confidence"], one["guesses"], one["right"]) for one in depth["bins"]]
+        for depth in found["depths"]
+        if depth["bins"]  # short answers have no guess at the deepest ones
+    ]
+    drafter.calibration = Calibration(depths) if depths else None
 
 
 def read_calibration(folder: Path) -> dict[str, Any] | None:

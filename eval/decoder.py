@@ -27,6 +27,7 @@ from outrider.conf.schema import Config, DrafterSettings, TargetConfig, Untraine
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.auto_policy import policy_beside
+from outrider.eval.calibration import attach_calibration
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
 from outrider.eval.rank_tables import tables_beside
 from outrider.eval.requests import (
@@ -182,6 +183,7 @@ class Decoder:
         if folder is None:
             return cls(target, tokenizer, None, PLAIN)
         drafter, _ = formats.load(folder, target)
+        attach_calibration(drafter, folder)
         decoder = cls(target, tokenizer, drafter, policy, tables_beside(folder))
         decoder.changed, decoder.folder = drafter.patch_target(target), folder
         return decoder

@@ -11,6 +11,7 @@ from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config, UntrainedConfig
 from outrider.conf.searched import SearchedConfig
 from outrider.data.target_fit import load_fitting_target
+from outrider.eval.calibration import attach_calibration
 from outrider.eval.hub import DRAFTER_FILES, fetch
 from outrider.models import drafters, formats
 from outrider.models.drafting.drafter import Drafter
@@ -103,8 +104,11 @@ def open_drafter(
             console.print(f"drafter: {config.drafter.name}, {', '.join(found)}", highlight=False)
         return build_untrained(config.drafter, target), config, fields
     if config.eval.drafter is None:
-        return native.load(folder, target)[0], config, {}
+        drafter, _ = native.load(folder, target)
+        attach_calibration(drafter, folder)
+        return drafter, config, {}
     drafter, cfg = formats.load(folder, target)
+    attach_calibration(drafter, folder)
     files = sorted(file for pattern in DRAFTER_FILES for file in folder.glob(pattern))
     about: dict[str, Any] = {
         "drafter": config.eval.drafter,

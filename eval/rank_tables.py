@@ -130,7 +130,7 @@ def guesses_to_depth(drafter: Drafter, trace: Trace, depths: int) -> list[Guess]
 def teacher_pairs(
     drafter: Drafter, target: TargetHead, trace: Trace, guesses: list[Guess], temperature: float
 ) -> Iterator[tuple[Guess, Float[Tensor, "N V"], Float[Tensor, "N Vd"]]]:
-    """Yield the target's warped rows in float64 with the drafter's logits, in chunks.
+    """Yield the guesses of some rows, the target's warped rows in float64, and the logits.
 
     A chunk of target rows serves all depths, so the target's head runs once.
     """
@@ -141,9 +141,10 @@ def teacher_pairs(
         p = warp(target.logits(last[part]).double(), temperature)
         for guess, teacher in zip(guesses, teachers, strict=True):
             mask = teacher[part]
-            states = guess.hidden.flatten(0, 1)[part[mask] - guess.depth]
-            if len(states):
-                yield guess, p[mask], drafter.heads_by_depth([states], [guess.depth])
+            rows = part[mask] - guess.depth
+            if len(rows):
+                some = guess._replace(rows=rows, hidden=guess.states(rows))
+                yield some, p[mask], drafter.heads_by_depth([some.hidden], [guess.depth])
 
 
 def _teacher_rows(trace: Trace, depth: int) -> Bool[Tensor, " BT"]:

@@ -1,6 +1,6 @@
 """`outrider eval`, and the report at the end of training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from outrider.conf.console import Console
 from outrider.conf.errors import CorruptFile
 from outrider.conf.schema import Config
+from outrider.data.conversations import Prompt
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.data.target_fit import load_fitting_target
@@ -47,21 +48,16 @@ def evaluate(config: Config, explain: bool = False) -> int:
     console = Console()
     require_single_process("eval")
     process.set_threads()
-    target, tokenizer, origin = load_fitting_target(config, measures=True)
-    console.print(f"target: {origin}")
-    drafter, config, about = open_drafter(source, config, target, console)
+    loaded = load_fitting_target(config, measures=True)
+    console.print(f"target: {loaded.source}")
+    drafter, config, about = open_drafter(source, config, loaded.target, console)
     config = adapt(config, Reporter(console).note)
-    suite = load_suite(config, config.eval.limit)
+    suite: Sequence[Prompt] = load_suite(config, config.eval.limit)
     if source is not None and config.eval.drafter is None:  # a run, whose training text is known
-        warn_of_another_template(folder, config, tokenizer, console)
+        warn_of_another_template(folder, config, loaded.tokenizer, console)
         suite = drop_contaminated(config, suite, console)
-    _patch_target(drafter, target, console)
-
-    def run(part: Config) -> Report:
-        report = measure(target, tokenizer, drafter, part, console, suite)
-        return replace(report, setting={**report.setting, **about})
-
-    for _ in _print_reports(config, run, console, explain):
+    _patch_target(drafter, loaded.target, console)
+    for _ in _print_reports(config, loaded, drafter, about, suite, console, explain):
         pass
     if explain:
         explain_metrics(console)
@@ -129,24 +125,21 @@ def short_reports(
         about: fields of the report about the drafter.
     """
     suite = load_suite(config, config.eval.limit or QUICK_PROMPTS)
-
-    def run(part: Config) -> Report:
-        report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
-        return replace(report, setting={**report.setting, **about})
-
-    return _print_reports(config, run, console)
+    return _print_reports(config, loaded, drafter, about, suite, console)
 
 
 def _print_reports(
-    config: Config, run: Callable[[Config], Report], console: Console, in_full: bool = False
-) -> Iterator[tuple[str, Report]]:
+    config: Config, loaded: LoadedTarget, drafter: Drafter, about: dict[str, Any],
+    suite: Sequence[Prompt], console: Console, in_full: bool = False,
+) -> Iterator[tuple[str, Report]]:  # fmt: skip
     """Measure, print and write every report and yield it with its name; a grid in one table."""
     folder, parts, reports = Path(config.run.dir) / "eval", report_configs(config), {}
     if warning := greedy_warning([part.decode for part in parts]):
         console.print(warning, style="yellow")
     for part in parts:
         name = part.eval.out
-        reports[name] = report = run(part)
+        report = measure(loaded.target, loaded.tokenizer, drafter, part, console, suite)
+        reports[name] = report = replace(report, setting={**report.setting, **about})
         if len(parts) == 1 or in_full:
             show_and_save(report, folder, name, console, in_full)
         else:

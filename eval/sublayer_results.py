@@ -10,11 +10,10 @@ from rich.text import Text
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write, write_json
-from outrider.conf.searched import SearchConfig
+from outrider.conf.searched import SearchConfig, Skipped
 from outrider.eval.report import png
 from outrider.eval.report_tables import narrow_table
 from outrider.eval.sublayer_search import LOG, REPEATS, Finalist, Trial
-from outrider.eval.sublayer_speed import Skipped
 from outrider.train.settings import FOUND, FOUND_FORMAT, read_found
 
 PLOT = "search.png"
@@ -29,9 +28,9 @@ def save(
     best = finalists[0]
     write(folder / PLOT, plot(layers, trials, best.candidate))
     content = {
-        "format": FOUND_FORMAT, "drafter": _lists(best.candidate), **_numbers(best),
+        "format": FOUND_FORMAT, "drafter": best.candidate.settings(), **_numbers(best),
         "candidates": len(trials), "pruned": sum(trial.pruned for trial in trials),
-        "finalists": [_lists(one.candidate) | _numbers(one) for one in finalists],
+        "finalists": [one.candidate.settings() | _numbers(one) for one in finalists],
         "settings": settings, "limits": _limits(search),
     }  # fmt: skip
     write_json(folder / FOUND, content)
@@ -47,10 +46,6 @@ def is_finished(folder: Path, search: SearchConfig) -> bool:
 
 def _limits(search: SearchConfig) -> dict[str, Any]:
     return {"trials": search.trials, "minutes": search.minutes}
-
-
-def _lists(candidate: Skipped) -> dict[str, Any]:
-    return {"skip_attention": [*candidate.attention], "skip_mlp": [*candidate.mlp]}
 
 
 def _numbers(one: Finalist) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from outrider.conf.errors import ConfigError
 from outrider.conf.files import append, read_lines, write
 from outrider.conf.json_shapes import require_shape, token
-from outrider.conf.searched import SearchConfig
+from outrider.conf.searched import SearchConfig, Skipped
 from outrider.data.reporter import Reporter
-from outrider.eval.sublayer_speed import Skipped, Speed, Timing
+from outrider.eval.sublayer_speed import Speed, Timing
 
 LOG = "search.jsonl"
 RANDOM = 8  # random candidates, of growing size, among the first ones
@@ -70,9 +70,8 @@ class Trial(NamedTuple):
         return self.speed.speedup
 
     def to_line(self, index: int) -> dict[str, Any]:
-        attention, mlp = self.candidate
         return {
-            "number": index, "skip_attention": attention, "skip_mlp": mlp, "pruned": self.pruned,
+            "number": index, **self.candidate.settings(), "pruned": self.pruned,
             "speedups": self.speedups, **self.speed._asdict(),
         }  # fmt: skip
 

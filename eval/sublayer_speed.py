@@ -6,13 +6,12 @@ more where the context is long. The prefill is not timed: it does not depend on 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
-from outrider.conf.searched import SearchConfig
+from outrider.conf.searched import SearchConfig, SearchedConfig, Skipped
 from outrider.data.contamination import OverlapFilter
 from outrider.data.conversations import Message, read_prompts
 from outrider.data.self_generated import prompt_source
@@ -22,19 +21,7 @@ from outrider.eval.open_drafter import build_untrained
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import Output, Stops
-from outrider.models.drafters.draft_verify import Config as DraftVerifyConfig
 from outrider.models.target.load import LoadedTarget, stop_ids
-
-
-class Skipped(NamedTuple):
-    """A candidate of the search: decoder layers whose sublayers a draft skips, ascending."""
-
-    attention: tuple[int, ...] = ()
-    mlp: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        parts = ("attention", self.attention), ("MLP", self.mlp)
-        return "; ".join(f"{name} {', '.join(map(str, which)) or '-'}" for name, which in parts)
 
 
 class Timing(NamedTuple):
@@ -91,7 +78,7 @@ class SpeedMeasurement:
     """Decode prompts with any candidate; the answers are those of plain decoding."""
 
     def __init__(
-        self, loaded: LoadedTarget, cfg: DraftVerifyConfig, policy: Policy,
+        self, loaded: LoadedTarget, cfg: SearchedConfig, policy: Policy,
         prompts: Sequence[Sequence[int]],
     ) -> None:  # fmt: skip
         """
@@ -112,8 +99,7 @@ class SpeedMeasurement:
 
     def __call__(self, candidate: Skipped) -> Iterator[Timing]:
         """Yield the times of every prompt, in an order that is the same for all candidates."""
-        cfg = replace(self.cfg, skip_attention=candidate.attention, skip_mlp=candidate.mlp)
-        drafter = build_untrained(cfg, self.target)
+        drafter = build_untrained(self.cfg.skipping(candidate), self.target)
         fast = Engine(self.target, drafter, self.policy, stops=self.stops, timed=False)
         for i, prompt in enumerate(self.prompts):
             engines = [fast, self.plain] if i % 2 else [self.plain, fast]

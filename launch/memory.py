@@ -152,7 +152,7 @@ def memory_by_part(
     logits = min(chunk, rows * max(shape.vocab, vocab * depths))
     if launch.name == "zero3":  # the gradient of every logit is stored for the backward pass
         logits += rows * supervised * depths * vocab / 4
-    features = (len(drafter.taps) + 1) * width + depths * (number + 4)
+    features = (len(drafter.taps) + 1) * width + supervised * depths * (number + 4)
     forward = width * _forward_numbers(config, shape, drafter, rows, ranks)
     forward_rows = rows * (ranks if place == "tensor" else 1)
     masks = (width + 1) * min(forward_rows * config.data.max_length, MASK_ELEMENTS)

@@ -1,6 +1,6 @@
-"""`outrider train`: load the target, prepare the data, train, measure the drafter.
+"""`outrider train`: prepare the target, build the data, train or search, measure the drafter.
 
-A drafter that is searched instead of trained: `launch/sublayers.py`.
+The search of a drafter whose settings are searched instead of trained: `launch/sublayers.py`.
 """
 
 import time
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.console import Console
-from outrider.conf.errors import ConfigError, RunStopped
+from outrider.conf.errors import RunStopped
 from outrider.conf.files import folder_lock, write_json
 from outrider.conf.packages import require_packages
 from outrider.conf.schema import Config
@@ -20,13 +20,12 @@ from outrider.data.corpus import load_training_data
 from outrider.data.python_rows import with_rows
 from outrider.data.reporter import Reporter
 from outrider.data.sources import require_path
-from outrider.data.target_fit import load_fitting_target
+from outrider.data.target_fit import load_adapted
 from outrider.data.training_data import TrainingData
 from outrider.eval.run import has_reports, quick_report
 from outrider.launch.doctor.run import print_start_summary, require_trainable
-from outrider.launch.sublayers import search_sublayers
+from outrider.launch.sublayers import check_search, search_sublayers
 from outrider.models import drafters
-from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import policy_of
 from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
 from outrider.models.target import process
@@ -61,25 +60,40 @@ def train(
             exception.
     """
     check_callbacks(callbacks)
+    console = Console(quiet=process.rank() > 0)
     if rows is not None:
-        console = Console(quiet=process.rank() > 0)
         config = with_rows(config, rows, partial(console.print, soft_wrap=True))
     require_path(config.data)
     if isinstance(config.drafter, SearchedConfig):
-        if callbacks:
-            why = f"drafter={config.drafter.name} is searched, not trained."
-            raise ConfigError("callbacks", list(callbacks), why, "Leave callbacks out.")
-        return search_sublayers(config)
-    distributed.require_matching_launcher(config.launch)
-    require_packages(config)
-    require_torch_class(config.train)
+        check_search(config, callbacks)
+    else:
+        distributed.require_matching_launcher(config.launch)
+        require_packages(config)
+        require_torch_class(config.train)
     main = process.rank() == 0
     with folder_lock(Path(config.run.dir)) if main else nullcontext():
-        _train(config, main, callbacks)
+        _run(config, console, callbacks)
     return 0
 
 
-def _train(config: Config, main: bool, callbacks: Sequence[Callback]) -> None:
+def _run(config: Config, console: Console, callbacks: Sequence[Callback]) -> None:
+    """Prepare, build, loop, measure."""
+    start, main = time.monotonic(), process.rank() == 0
+    config, loaded, reporter = _prepare(config, console)
+    if isinstance(config.drafter, SearchedConfig):
+        search_sublayers(config, loaded, reporter)
+        return
+    data = _build_data(config, loaded, reporter)
+    seconds = {"loading": time.monotonic() - start}
+    require_trainable(config, loaded, data)
+    with trackers.open_trackers(config, console.print, main) as services:
+        _loop(config, loaded, data, console, services, callbacks)
+        if main and config.train.quick_eval:
+            _measure(config, loaded, data, console, services, seconds)
+
+
+def _prepare(config: Config, console: Console) -> tuple[Config, LoadedTarget, Reporter]:
+    """Check the settings against the run folder, and load the target that they are adapted to."""
     begins = not checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints")
     if begins:
         check_files(config, "drafter.warm_start")
@@ -88,33 +102,36 @@ def _train(config: Config, main: bool, callbacks: Sequence[Callback]) -> None:
     process.set_threads()
     if config.target.place in ("sharded", "tensor"):
         process.init_group(config.launch)
-    console, start = Console(quiet=not main), time.monotonic()
     if warning := config.drafter.warning():
         console.print(warning, style="yellow")
     config = as_it_began(config)
     require_same_settings(config)
-    loaded = load_fitting_target(
-        config, begins=begins, trains=True, measures=config.train.quick_eval
-    )
-    console.print(f"target: {loaded.source}")
-    reporter = Reporter(console, main)
-    config = adapt(config, reporter.note, loaded.target.shape())
+    measures, reporter = config.train.quick_eval, Reporter(console, process.rank() == 0)
+    pair = load_adapted(config, reporter, begins=begins, trains=True, measures=measures)
+    return *pair, reporter
+
+
+def _build_data(config: Config, loaded: LoadedTarget, reporter: Reporter) -> TrainingData:
+    """Build the training text and its features; `loop.fit` builds the drafter on them."""
     check_length(config)
-    taps = drafters.resolve_taps(config.drafter, loaded.target.num_layers)
-    if taps == default_taps(loaded.target.num_layers) != eagle3_taps(loaded.target.num_layers):
-        console.print(f"target has {loaded.target.num_layers} layers: taps adapted to {list(taps)}")
-    data = load_training_data(config, loaded, taps, reporter)
-    seconds = {"loading": time.monotonic() - start}
-    with trackers.open_trackers(config, console.print, main) as services:
-        require_trainable(config, loaded, data)
-        on_start = partial(print_start_summary, console, loaded=loaded)
-        outcome = fit(config, loaded, data, console, services, on_start, callbacks)
-        process.destroy_group()
-        if outcome is None:
-            fix = "The same call continues it."
-            raise RunStopped(f"Training in {config.run.dir} was stopped, and is saved.", fix)
-        if main and config.train.quick_eval:
-            _measure(config, loaded, data, console, services, seconds)
+    layers = loaded.target.num_layers
+    taps = drafters.resolve_taps(config.drafter, layers)
+    if taps == default_taps(layers) != eagle3_taps(layers):
+        reporter.console.print(f"target has {layers} layers: taps adapted to {list(taps)}")
+    return load_training_data(config, loaded, taps, reporter)
+
+
+def _loop(
+    config: Config, loaded: LoadedTarget, data: TrainingData, console: Console,
+    services: Sequence[TrackerThread], callbacks: Sequence[Callback],
+) -> None:  # fmt: skip
+    """Train the drafter to the end; RunStopped: a signal or a callback stopped it."""
+    on_start = partial(print_start_summary, console, loaded=loaded)
+    outcome = fit(config, loaded, data, console, services, on_start, callbacks)
+    process.destroy_group()
+    if outcome is None:
+        fix = "The same call continues it."
+        raise RunStopped(f"Training in {config.run.dir} was stopped, and is saved.", fix)
 
 
 def _measure(

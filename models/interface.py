@@ -115,27 +115,50 @@ class Trace:
 
 
 class Guess(NamedTuple):
-    """Hidden states of one depth; the logits of row t predict token x_{t+1+depth}.
+    """Hidden states of one depth at some rows; the logits of row t predict token x_{t+1+depth}.
 
     A guess holds states instead of logits, so that the objective can apply `Drafter.head` in
-    chunks. Rows outside `Trace.supervised_mask(depth)` may hold any value. A guess of depth 0 is a
-    prediction of x_{t+1} by a target that the drafter changes.
+    chunks. Its rows are those that the drafter has computed, all of `Drafter.trained_mask` among
+    them; the states of rows outside `Trace.supervised_mask(depth)` are not read. A guess of depth 0
+    is a prediction of x_{t+1} by a target that the drafter changes.
     """
 
     depth: int
-    hidden: Float[Tensor, "B T D"]
+    rows: Int[Tensor, " N"]  # t, as indices of the B*T flattened rows: ascending, each once
+    hidden: Float[Tensor, "N D"]
     weight: float = 1.0  # of its loss, a factor on the weight of its depth
 
+    @classmethod
+    def everywhere(cls, depth: int, hidden: Float[Tensor, "B T D"], weight: float = 1.0) -> "Guess":
+        """Return the guess of a drafter that computes every row."""
+        hidden = hidden.flatten(0, 1)
+        return cls(depth, torch.arange(len(hidden), device=hidden.device), hidden, weight)
 
-def shifted_guesses(states: Float[Tensor, "B T D"], depths: int) -> Iterator[Guess]:
+    def states(self, rows: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+        """Return the states of some of its rows.
+
+        Raises:
+            ValueError: the drafter has not computed one of them.
+        """
+        at = torch.searchsorted(self.rows, rows)
+        if bool((at >= len(self.rows)).any()) or not torch.equal(self.rows[at], rows):
+            raise ValueError(f"the guess of depth {self.depth} lacks some of the rows {rows}")
+        return self.hidden[at]
+
+
+def shifted_guesses(
+    rows: Int[Tensor, " N"], states: Float[Tensor, "N D"], depths: int
+) -> Iterator[Guess]:
     """Yield the guesses of a drafter whose depths are one function of the text before a token.
 
     Args:
+        rows: of the states, ascending indices of the flattened rows.
         states: the state after x_0..x_t at row t; its logits predict x_{t+1}. So the guess of depth
-            d at row t is the state of row t + d.
+            d at row t is the state of row t + d. All depths share these states.
     """
     for depth in range(1, depths + 1):
-        yield Guess(depth, F.pad(states[:, depth:], (0, 0, 0, min(depth, states.shape[1]))))
+        first = int(torch.searchsorted(rows, depth))
+        yield Guess(depth, rows[first:] - depth, states[first:])
 
 
 class ModelShape(NamedTuple):

@@ -94,7 +94,7 @@ def logits(drafter: Drafter, target: Target) -> list[Tensor]:
     target.set_taps(drafter.taps)
     trace, out = tiny.packed_trace(target), []
     for guess in drafter.unroll(trace):
-        states = guess.hidden[trace.supervised_mask(guess.depth)]
+        states = guess.states(trace.supervised_rows(guess.depth))
         rows = drafter.heads_by_depth([states], [guess.depth])
         out.append(rows)
     if isinstance(drafter, TargetDrafter):  # decodes with the target's cache only

@@ -22,6 +22,7 @@ from outrider.models.decode.ledger import SLACK, Ledger
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.round_times import Stopwatch
+from outrider.models.drafting.drafter import Absorbed
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 from tests import tiny
@@ -363,10 +364,10 @@ def test_reading_changes_no_earlier_state() -> None:
     first = Trace(rows, rows + 1, zeros.bool(), zeros, positions, states[..., :0], states)
     (state,) = drafter.absorb_batch([None], [first])
     assert isinstance(state, Deferred)
-    assert (state.state, state.rows) == (None, 2)
+    assert (state.absorbed, state.rows) == (Absorbed(), 2)
     drafter.step_batch([state], 1, torch.tensor([[3]]), torch.tensor([[0]]))
     assert (state.waiting, state.rows) == ((), 0)
-    assert state.state.text == (1, 2, 3)
+    assert state.absorbed.state.text == (1, 2, 3)
 
 
 @pytest.mark.parametrize("name", ["kangaroo", "layerskip", "lookahead", "sparse_kv"])

@@ -44,7 +44,7 @@ def test_reliability_equals_loops_over_rows() -> None:
     for guess in drafter.unroll(trace):
         counts = torch.stack([trace.supervised_mask(d) for d in range(guess.depth + 1)]).all(0)
         for row, t in counts.nonzero().tolist():
-            probabilities = drafter.head(guess.hidden[row, t]).double().softmax(-1)
+            probabilities = drafter.head(tiny.spread(guess, trace)[row, t]).double().softmax(-1)
             drafted = int(drafter.vocab.to_target(probabilities.argmax()))
             correct_token = int(target.logits(trace.last[row, t + guess.depth]).argmax())
             bin_of = expected[guess.depth - 1, min(BINS - 1, int(probabilities.max() * BINS))]

@@ -19,7 +19,7 @@ import pytest
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, CorruptFile, RunError
-from outrider.conf.searched import SearchConfig, SearchedConfig
+from outrider.conf.searched import SearchConfig, SearchedConfig, Skipped
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.eval import sublayer_results
@@ -29,17 +29,12 @@ from outrider.eval.page.run_files import read_run_files
 from outrider.eval.page.sublayers import search_parts
 from outrider.eval.requests import GenerationSettings
 from outrider.eval.sublayer_search import LOG, Measure, SublayerSearch, Trial, probes, skips_all
-from outrider.eval.sublayer_speed import (
-    Skipped,
-    Speed,
-    SpeedMeasurement,
-    Timing,
-    search_prompts,
-)
+from outrider.eval.sublayer_speed import Speed, SpeedMeasurement, Timing, search_prompts
 from outrider.launch.cli import main
+from outrider.launch.processes import ROOT
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.policy import Chain
-from outrider.models.drafters.draft_verify import DraftVerify
+from outrider.models.drafters.draft_verify import Config, DraftVerify
 from outrider.models.target.load import LoadedTarget, load_target
 from outrider.train.settings import load_run, parse, read_found
 from tests import tiny
@@ -296,6 +291,24 @@ def test_shares_count_the_best_quarter_of_the_complete_candidates() -> None:
 def test_a_run_without_a_result_says_that_its_search_has_not_finished(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has not finished"):
         read_found(tmp_path)
+
+
+# ---- the interface of a drafter that is searched -------------------------------------------------
+
+
+def test_settings_become_a_candidate_and_a_candidate_settings() -> None:
+    settings = Config(skip_attention=(5, 2, 5), skip_mlp=(1,))
+    assert settings.skipped == Skipped((2, 5), (1,)), "each layer once, ascending"
+    assert settings.skipping(BEST).found_settings() == BEST.settings()
+    assert settings.skipping(BEST).depths == settings.depths
+
+
+@pytest.mark.parametrize("folder", ["conf", "data", "train", "eval", "launch"])
+def test_only_the_drafters_import_a_drafter_that_is_searched(folder: str) -> None:
+    """The search knows `SearchedConfig`, so that it suits any drafter with such settings."""
+    files = [*(ROOT / folder).rglob("*.py")]
+    assert files
+    assert not [str(file) for file in files if "drafters.draft_verify" in file.read_text()]
 
 
 # ---- prompts -------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_unroll_equals_drafting_from_every_prefix(target: Target, bias: bool) ->
         if name.endswith(("norm.weight", "bias")):
             p.uniform_(0.5, 1.5)
     trace = tiny.packed_trace(target)
-    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    trained = [drafter.head(tiny.spread(guess, trace)) for guess in drafter.unroll(trace)]
     compared = 0
     for row, start, stop in tiny.document_spans(trace):
         literal = Literal(drafter, trace, row, start)
@@ -136,7 +136,7 @@ def test_loss_is_smooth_l1_plus_a_tenth_of_cross_entropy(target: Target) -> None
     objective = Objective(drafter, target, weights=[1.0, 0.0, 0.0], loss=cfg.loss)
     rows = trace.supervised_mask(1)
     loss, _ = objective(trace, rows.sum()[None].float().expand(3))
-    guess = next(drafter.unroll(trace)).hidden[rows]
+    guess = tiny.spread(next(drafter.unroll(trace)), trace)[rows]
     following = trace.last.roll(-1, 1)[rows]
     gap = (guess - following).abs()
     smooth = torch.where(gap < 1, gap.square() / 2, gap - 0.5).mean()
@@ -183,7 +183,7 @@ def test_linear_init_predicts_states_better_than_the_mean(target: Target) -> Non
     for init in ("linear", "random"):
         drafter = eagle(target, init=init, draft_vocab_size=None).eval()
         drafter.initialise(target, [trace])
-        guess = next(drafter.unroll(trace)).hidden[rows]
+        guess = tiny.spread(next(drafter.unroll(trace)), trace)[rows]
         losses[init] = float((guess.detach() - trace.last.roll(-1, 1)[rows]).square().mean())
     targets = trace.last.roll(-1, 1)[rows]
     assert losses["linear"] < float((targets - targets.mean(0)).square().mean()) < losses["random"]

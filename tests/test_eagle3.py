@@ -181,7 +181,7 @@ class Literal:
 def test_the_unroll_equals_loops_over_rows_and_depths(target: Target, attention: str) -> None:
     drafter = built(target, attention=attention)
     trace = tiny.packed_trace(target)
-    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    trained = [drafter.head(tiny.spread(guess, trace)) for guess in drafter.unroll(trace)]
     assert len(trained) == tiny.DEPTHS
     compared = 0
     for row, start, stop in tiny.document_spans(trace):
@@ -214,12 +214,12 @@ def test_every_depth_depends_on_the_newest_token(target: Target) -> None:
     """Depth d embeds x_{t+d}, and only the guesses from there on change."""
     drafter = built(target)
     trace = tiny.packed_trace(target)
-    before = [guess.hidden for guess in drafter.unroll(trace)]
+    before = [tiny.spread(guess, trace) for guess in drafter.unroll(trace)]
     for newest in (1, 2, 3):
         ids, following = trace.ids.clone(), trace.next_ids.clone()
         ids[1, 6 + newest] = following[1, 5 + newest] = (int(ids[1, 6 + newest]) + 9) % tiny.VOCAB
         changed = dataclasses.replace(trace, ids=ids, next_ids=following)
-        after = [guess.hidden for guess in drafter.unroll(changed)]
+        after = [tiny.spread(guess, changed) for guess in drafter.unroll(changed)]
         differs = [not torch.allclose(a[1, 6], b[1, 6]) for a, b in zip(before, after, strict=True)]
         assert differs == [depth >= newest for depth in (1, 2, 3)]
 
@@ -380,7 +380,7 @@ def test_every_variant_decodes_as_it_was_trained(target: Target, changes: dict[s
     """Rows in uneven pieces, then the text's own tokens as drafts, three deep."""
     drafter, compared = built(target, **changes), 0
     trace = tiny.packed_trace(target)
-    trained = [drafter.head(guess.hidden) for guess in drafter.unroll(trace)]
+    trained = [drafter.head(tiny.spread(guess, trace)) for guess in drafter.unroll(trace)]
     for row, start, stop in tiny.document_spans(trace):
         state = None
         for first in range(start, stop - 1, 2):

@@ -283,7 +283,7 @@ def draft_logits(drafter: Drafter, target: Target, ids: Tensor) -> list[Tensor]:
     trace: Trace = target.trace(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), row)
     found = []
     for guess in drafter.unroll(trace):
-        logits = drafter.head(guess.hidden[0])
+        logits = drafter.head(tiny.spread(guess, trace)[0])
         out = torch.full((len(logits), tiny.VOCAB), -torch.inf)
         out[:, drafter.vocab.target_ids] = logits
         found.append(out)

@@ -90,7 +90,7 @@ class InPositions:
 def test_unroll_has_the_contexts_of_hass(target: Target) -> None:
     """Forward n + 1 at column r is depth n + 1 of the row t = r - n, where the draft began."""
     drafter, trace = hass(target).eval(), tiny.packed_trace(target)
-    unrolled = {guess.depth: guess.hidden for guess in drafter.unroll(trace)}
+    unrolled = {guess.depth: tiny.spread(guess, trace) for guess in drafter.unroll(trace)}
     compared = 0
     for row, start, stop in tiny.document_spans(trace):
         ids = trace.ids[row, start:stop]
@@ -122,8 +122,7 @@ def test_steps_are_detached(target: Target) -> None:
     found = gradients(drafter, target, trace, [0.0, 0.0, 1.0])
     with torch.no_grad():
         fixed = [guess.hidden for guess in drafter.unroll(trace)]
-    rows = torch.stack([trace.supervised_mask(d) for d in (1, 2, 3)]).any(0).flatten()
-    replay = iter([state.flatten(0, 1)[rows] for state in fixed])
+    replay = iter(fixed)
     drafter.next_state = lambda hidden: next(replay)  # type: ignore[method-assign]
     for a, b in zip(found, gradients(drafter, target, trace, [0.0, 0.0, 1.0]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

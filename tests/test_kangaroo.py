@@ -52,7 +52,7 @@ def test_guesses_follow_the_papers_formula(exit_layer: int) -> None:
     target.set_taps(drafter.taps)
     trace, compared = tiny.packed_trace(target), 0
     for guess in drafter.unroll(trace):
-        logits = drafter.head(guess.hidden)
+        logits = drafter.head(tiny.spread(guess, trace))
         for row, start, stop in tiny.document_spans(trace):
             for t in range(start, stop):
                 if trace.supervised_mask(guess.depth)[row, t]:

@@ -219,7 +219,7 @@ def test_dropout_is_off_outside_training_and_follows_the_seed(target: Target, tr
     assert torch.equal(last(0), last(0))
     assert not all(torch.equal(last(0), last(seed)) for seed in range(1, 9))
     drafter.eval()
-    torch.testing.assert_close(last(1), trace.last)
+    torch.testing.assert_close(last(1), trace.last.flatten(0, 1))
 
 
 # ---- the changed target --------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_dropout_is_off_outside_training_and_follows_the_seed(target: Target, tr
 def test_an_untrained_copy_changes_nothing(target: Target, trace: Trace) -> None:
     drafter = layerskip(target).eval()
     last, *_ = drafter.unroll(trace)
-    torch.testing.assert_close(last.hidden, trace.last)
+    torch.testing.assert_close(last.hidden, trace.last.flatten(0, 1))
     drafter.patch_target(target)
     assert torch.equal(tiny.packed_trace(target).last, trace.last)
 
@@ -237,12 +237,12 @@ def test_training_changes_the_copy_and_decoding_the_target(target: Target, trace
     """Plain and speculative decoding are those of the changed target, and not of the original."""
     drafter = perturb(layerskip(target)).eval()
     last, *_ = drafter.unroll(trace)
-    assert not torch.allclose(last.hidden, trace.last, atol=0.1)
+    assert not torch.allclose(last.hidden, trace.last.flatten(0, 1), atol=0.1)
     assert torch.equal(tiny.packed_trace(target).last, trace.last)
     before = [tiny.greedy_tokens(target, prompt) for prompt in tiny.PROMPTS]
     for _ in range(2):
         assert drafter.patch_target(target) == "the layers of the target are changed (LayerSkip)"
-        torch.testing.assert_close(tiny.packed_trace(target).last, last.hidden)
+        torch.testing.assert_close(tiny.packed_trace(target).last.flatten(0, 1), last.hidden)
     expected = [tiny.greedy_tokens(target, prompt) for prompt in tiny.PROMPTS]
     assert expected != before
     fast, plain = Engine(target, drafter, Chain(3)), Engine(target, None, None)
@@ -285,7 +285,7 @@ def test_float32_copies_of_a_bfloat16_target(target: Target, trace: Trace) -> No
     for dtype, limit in ((torch.float32, 0.01), (torch.bfloat16, 0.05)):
         last = next(drafter.to(dtype).unroll(trace)).hidden
         assert last.dtype == dtype
-        assert float((last.detach() - trace.last).norm() / trace.last.norm()) < limit
+        assert float((last.detach() - trace.last.flatten(0, 1)).norm() / trace.last.norm()) < limit
 
 
 # ---- decoding ------------------------------------------------------------------------------------

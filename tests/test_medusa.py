@@ -64,8 +64,10 @@ def perturb(drafter: Medusa, scale: float = 0.05) -> Medusa:
 @torch.no_grad()
 def logits(drafter: Medusa, trace: Trace) -> dict[int, Tensor]:
     return {
-        depth: drafter.heads_by_depth([hidden.flatten(0, 1)], [depth]).unflatten(0, trace.ids.shape)
-        for depth, hidden, _ in drafter.unroll(trace)
+        guess.depth: drafter.heads_by_depth(
+            [tiny.spread(guess, trace).flatten(0, 1)], [guess.depth]
+        ).unflatten(0, trace.ids.shape)
+        for guess in drafter.unroll(trace)
     }
 
 
@@ -78,12 +80,13 @@ def test_untrained_heads_repeat_the_target(
 ) -> None:
     """W = 0 and b = 0 add silu(0) = 0, to the bit."""
     drafter = medusa(target, init="copy", **changes)
-    guesses = list(drafter.unroll(trace))
+    guesses, last = list(drafter.unroll(trace)), trace.last.flatten(0, 1)
     assert [guess.depth for guess in guesses] == list(range(1, tiny.DEPTHS + 1))
-    assert all(torch.equal(guess.hidden, trace.last) for guess in guesses)
+    assert all(torch.equal(guess.hidden, last[guess.rows]) for guess in guesses)
     own = target.logits(trace.last)[..., drafter.vocab.target_ids]
-    for found in logits(drafter, trace).values():
-        torch.testing.assert_close(found, own)
+    for depth, found in logits(drafter, trace).items():
+        rows = trace.supervised_mask(depth)
+        torch.testing.assert_close(found[rows], own[rows])
 
 
 @torch.no_grad()
@@ -109,13 +112,12 @@ def test_heads_equal_loops_over_rows_depths_and_layers(
     for depth, found in logits(drafter, trace).items():
         head = f"blocks.{depth - 1}.layers"
         matrix = w[f"lm_heads.{depth - 1}.weight"] if own_heads else target.head_weight[draft_ids]
-        for row in range(trace.ids.shape[0]):
-            for t in range(trace.ids.shape[1]):
-                x = trace.last[row, t]
-                for layer in range(2):
-                    z = w[f"{head}.{layer}.weight"] @ x + w[f"{head}.{layer}.bias"]
-                    x = x + z * z.sigmoid()
-                torch.testing.assert_close(found[row, t], matrix @ x, atol=1e-4, rtol=1e-4)
+        for row, t in trace.supervised_mask(depth).nonzero().tolist():
+            x = trace.last[row, t]
+            for layer in range(2):
+                z = w[f"{head}.{layer}.weight"] @ x + w[f"{head}.{layer}.bias"]
+                x = x + z * z.sigmoid()
+            torch.testing.assert_close(found[row, t], matrix @ x, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("own_heads", "layers"), [(False, 1), (False, 2), (True, 2)])
@@ -183,8 +185,10 @@ def test_float32_heads_run_on_a_bfloat16_target(target: Target, trace: Trace) ->
         drafter = perturb(medusa(target, **changes))
         drafter.target = rounded
         found = logits(drafter, tiny.packed_trace(rounded))
-        for depth, rows in found.items():
-            assert float((rows - exact[depth]).norm() / exact[depth].norm()) < 0.1
+        for depth, all_rows in found.items():
+            rows = trace.supervised_mask(depth)
+            expected = exact[depth][rows]
+            assert float((all_rows[rows] - expected).norm() / expected.norm()) < 0.1
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -229,14 +233,14 @@ def test_untrained_adapters_do_not_change_the_target(target: Target, trace: Trac
     """Depth 0 at row t is about x_{t+1}: the target's own state, to the bit."""
     own, *guesses = medusa2(target).unroll(trace)
     assert own.depth == 0
-    assert torch.equal(own.hidden, trace.last)
+    assert torch.equal(own.hidden, trace.last.flatten(0, 1))
     assert [guess.depth for guess in guesses] == [1, 2, 3]
 
 
 def test_training_does_not_change_the_target(target: Target, trace: Trace) -> None:
     own, first, *_ = perturb(medusa2(target)).unroll(trace)
-    assert not torch.allclose(own.hidden, trace.last, atol=0.01)
-    assert not torch.allclose(first.hidden, own.hidden, atol=0.01)
+    assert not torch.allclose(own.hidden, trace.last.flatten(0, 1), atol=0.01)
+    assert not torch.allclose(first.hidden, own.hidden[first.rows], atol=0.01)
     assert torch.equal(tiny.packed_trace(target).last, trace.last)
     assert not any(module._forward_hooks for module in target.model.modules())
 
@@ -253,8 +257,8 @@ def test_gradients_reach_adapters_and_heads_only(
     target: Target, trace: Trace, own_heads: bool
 ) -> None:
     drafter = perturb(medusa2(target, own_heads=own_heads))
-    states = [(hidden.flatten(0, 1), depth) for depth, hidden, _ in drafter.unroll(trace)]
-    found = drafter.heads_by_depth([state for state, _ in states], [depth for _, depth in states])
+    guesses = list(drafter.unroll(trace))
+    found = drafter.heads_by_depth([g.hidden for g in guesses], [g.depth for g in guesses])
     found.logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
     assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
@@ -297,7 +301,8 @@ def test_target_loss_limits_the_change(target: Target) -> None:
         drafter = medusa2(target, keep=keep).train()
         learn(drafter, target, trace)
         with torch.no_grad():
-            moved.append(float((next(drafter.unroll(trace)).hidden - trace.last).norm()))
+            own = next(drafter.unroll(trace)).hidden
+            moved.append(float((own - trace.last.flatten(0, 1)).norm()))
     assert 0 < moved[1] < moved[0] / 2
 
 
@@ -332,7 +337,7 @@ def test_patch_target_attaches_the_adapters_once(target: Target, trace: Trace) -
         description = drafter.patch_target(target)
         assert description == "the target is changed by LoRA adapters of rank 4 (Medusa-2)"
         torch.testing.assert_close(tiny.packed_trace(target).last, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(trained, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(trained, expected.flatten(0, 1), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(next(drafter.unroll(trace)).hidden, trained)
 
 
@@ -352,7 +357,8 @@ def test_steps_on_the_changed_target_repeat_the_unroll(target: Target, trace: Tr
             found, state = drafter.step(
                 state, depth, now.ids[1, t + depth][None], torch.tensor([0])
             )
-            torch.testing.assert_close(found[0], trained[depth][1, t], atol=1e-4, rtol=1e-4)
+            if trace.supervised_mask(depth)[1, t]:
+                torch.testing.assert_close(found[0], trained[depth][1, t], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("own_heads", [False, True])

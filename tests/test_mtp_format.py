@@ -152,7 +152,7 @@ def check(target: Target, drafter: Mtp, modules: list[Module]) -> None:
     ids = torch.randint(3, tiny.VOCAB, (1, 12), generator=torch.Generator().manual_seed(4))
     row = torch.arange(12)[None]
     trace = target.trace(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids), row)
-    found = [drafter.head(guess.hidden)[0] for guess in drafter.unroll(trace)]
+    found = [drafter.head(tiny.spread(guess, trace))[0] for guess in drafter.unroll(trace)]
     reference = list(expected(target, modules, ids[0], trace.last[0]))
     assert len(found) == len(reference)
     for logits, want in zip(found, reference, strict=True):

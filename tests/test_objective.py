@@ -119,7 +119,7 @@ def reference(
     drafter: Drafter, target: Target, trace: Trace, divide: Tensor, renormalise: bool
 ) -> tuple[float, dict[str, list[float]]]:
     """Row by row: the guess of row t at depth d is compared with the target's row t + d."""
-    guesses = {guess.depth: guess.hidden for guess in drafter.unroll(trace)}
+    guesses = {guess.depth: tiny.spread(guess, trace) for guess in drafter.unroll(trace)}
     sums = {name: [0.0] * len(guesses) for name in FIELDS}
     ids, total = drafter.vocab.target_ids, 0.0
     for row in range(len(trace.ids)):
@@ -484,9 +484,9 @@ class Changing(FixedDrafter):
     """A drafter that also yields the changed target's states, at depth 0."""
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        yield Guess(0, self.states[0], 0.5)
+        yield Guess.everywhere(0, self.states[0], 0.5)
         for depth, state in enumerate(self.states[1:], start=1):
-            yield Guess(depth, state)
+            yield Guess.everywhere(depth, state)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -136,7 +136,9 @@ def rank_table_by_loops(
     drafter: Drafter, target: Target, trace: Trace, ranks: int, temperature: float
 ) -> tuple[list[list[float]], list[int]]:
     """Row by row: the target's row t + d verifies the k-th token of row t at depth d."""
-    guesses = {guess.depth: guess.hidden for guess in drafter.unroll(trace) if guess.depth}
+    guesses = {
+        guess.depth: tiny.spread(guess, trace) for guess in drafter.unroll(trace) if guess.depth
+    }
     table, rows = [[0.0] * ranks for _ in range(3)], [0, 0, 0]
     for b, t, d in begins(trace):
         logits = drafter.heads_by_depth([guesses[d][b, t][None]], [d])[0]

@@ -26,7 +26,7 @@ from outrider.models.decode.sampling import GeneratorSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import Decision
-from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.drafter import Absorbed, Drafter
 from outrider.models.drafting.target_drafting import TargetDrafter
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, Trace
@@ -339,7 +339,8 @@ def propose(
             history.start(slot, text)
     requests = []
     for slot, (text, limit) in enumerate(zip(texts, limits, strict=True)):
-        one = ActiveRequest(slot, Request(text, limit + 1), Random(), state=ScriptState(text))
+        absorbed = Absorbed(len(text) - 1, ScriptState(text))
+        one = ActiveRequest(slot, Request(text, limit + 1), Random(), absorbed=absorbed)
         one.root = torch.tensor([text[-1]])
         requests.append(one)
     rng = GeneratorSource([Random(seed) for seed in seeds], policy.nodes + 1)
@@ -364,6 +365,13 @@ def inject_random_source(engine: Engine, rng: Any) -> None:
     engine.verifier.random_source = lambda *_, **__: rng  # type: ignore[method-assign]
 
 
+def spread(guess: Guess, trace: Trace) -> Tensor:
+    """Return the states [B, T, D] of a guess; NaN in rows that it does not have."""
+    rows = trace.ids.numel()
+    out = guess.hidden.new_full((rows, guess.hidden.shape[-1]), torch.nan)
+    return out.index_copy(0, guess.rows, guess.hidden).view(*trace.ids.shape, -1)
+
+
 class FixedDrafter(Drafter):
     """A drafter with given states; its head is the target's, or the identity."""
 
@@ -380,7 +388,7 @@ class FixedDrafter(Drafter):
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         for depth, state in enumerate(self.states, start=1):
-            yield Guess(depth, state)
+            yield Guess.everywhere(depth, state)
 
 
 class RawBonus(Engine):

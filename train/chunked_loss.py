@@ -2,7 +2,8 @@
 
 The guess at depth d, row t, is compared with the target's row t+d (the index rule). A chunk holds
 *target* rows u: the teacher's distribution there is computed once, and guesses of all depths at the
-rows u-1, u-2, ... are compared with it. Three paths give the same numbers:
+rows u-1, u-2, ... are compared with it, as far as they have a guess and are supervised. Three paths
+give the same numbers:
 
     fused       the gradient of head and loss is computed within the chunk, while its logits exist
                 (as fused linear cross-entropy kernels do), and autograd sees one function
@@ -10,13 +11,15 @@ rows u-1, u-2, ... are compared with it. Three paths give the same numbers:
                 are gathered only while their own module runs (ZeRO-3); equally many on every rank
     plain       all rows at once through autograd: the reference
 
-Legend: R flattened rows of the batch (B * T), N guesses of a chunk, D depths.
+Legend: R flattened rows of the batch (B * T), U target rows that a guess is compared with, N
+guesses of a chunk, D depths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.models.argmax import first_argmax
@@ -27,8 +30,29 @@ from outrider.train.losses import LossInputs, Term
 from outrider.train.metric_sums import MetricSums
 from outrider.train.teacher import Teacher, TeacherRows, max_logits
 
-# called with a chunk's loss, the states of its guesses and their rows, while its graph exists
+# called with a chunk's loss, the states of its guesses and their places among those of their depth,
+# while its graph exists
 OnChunk = Callable[[Tensor, list[Tensor], list[Tensor]], None]
+
+
+class Chunk(NamedTuple):
+    """Target rows, and the guesses that are compared with them.
+
+    Attributes:
+        rows: the target rows, as indices of the flattened rows.
+        guesses: per depth, which of its guesses are compared, as indices of its states.
+        which: of every such guess, depth by depth, the index of its target row in `rows`.
+    """
+
+    rows: Int[Tensor, " rows"]
+    guesses: list[Int[Tensor, " _"]]
+    which: Int[Tensor, " N"]
+
+    @property
+    def level(self) -> Int[Tensor, " N"]:
+        """The index of every guess's depth."""
+        counts = torch.tensor([len(guesses) for guesses in self.guesses], device=self.rows.device)
+        return torch.arange(len(counts), device=self.rows.device).repeat_interleave(counts)
 
 
 class ChunkedLoss:
@@ -50,13 +74,20 @@ class ChunkedLoss:
         self.scale, self.sums, self.terms = scale.float(), sums, terms
         self.path, self.full, self.measure = path, full, measure
         self.depths = [guess.depth for guess in guesses]
-        self.hidden = [guess.hidden.flatten(0, 1) for guess in guesses]
+        self.hidden = [guess.hidden for guess in guesses]
         self.last, self.next_ids = trace.last.flatten(0, 1), trace.next_ids.flatten()
         self.argmax = None if trace.top1_ids is None else trace.top1_ids.flatten()
         top = trace.topk_teacher
         self.top = None if top is None else TopKTeacher(*(part.flatten(0, 1) for part in top))
-        self.masks = [trace.supervised_mask(d).flatten() for d in self.depths]
-        sums.rows[: len(self.depths)] = torch.stack([mask.sum() for mask in self.masks]).double()
+        masks = [trace.supervised_mask(d).flatten() for d in self.depths]
+        pairs = [*zip(guesses, masks, strict=True)]
+        self.supervised = [torch.nonzero(mask[guess.rows]).flatten() for guess, mask in pairs]
+        self.target_rows = [
+            guess.rows[at] + guess.depth for guess, at in zip(guesses, self.supervised, strict=True)
+        ]
+        counts = [len(at) for at in self.supervised]
+        sums.rows[: len(counts)] = torch.tensor(counts, dtype=torch.float64)
+        self.complete = measure and [int(mask.sum()) for mask in masks] == counts
         size = (2, len(self.depths), *trace.ids.shape)  # acceptance: greedy, sampling
         self.chances = torch.zeros(size if measure else 0, device=self.last.device)
 
@@ -75,37 +106,52 @@ class ChunkedLoss:
             on_chunk: computes gradients of a chunk, whose graph is then freed.
         """
         total = self.last.new_zeros((), dtype=torch.float32)
-        for rows in self._chunks():
-            masks = self._supervised(rows)
-            guess_rows = [(rows - d)[mask] for d, mask in zip(self.depths, masks, strict=True)]
-            states = [h[at] for h, at in zip(hidden, guess_rows, strict=True)]
+        for chunk in self._chunks():
+            states = [h[at] for h, at in zip(hidden, chunk.guesses, strict=True)]
             if on_chunk is not None:
                 states = [state.detach().requires_grad_() for state in states]
-            loss = self._chunk_loss(states, rows, masks)
+            loss = self._chunk_loss(states, chunk)
             if on_chunk is not None:
-                on_chunk(loss, states, guess_rows)
+                on_chunk(loss, states, chunk.guesses)
                 loss = loss.detach()
             total = total + loss
+        if self.measure and not self.complete:
+            self.sums.rounds.fill_(torch.nan)
+            return total
         for i, chances in enumerate(self.chances, start=1):  # none if not measured
             self.sums.rounds[0], self.sums.rounds[i] = expected_rounds(chances, self.trace)
         return total
 
-    def _chunks(self) -> list[Int[Tensor, " rows"]]:
-        """Return the target rows that a guess is compared with, in chunks."""
-        needed = torch.zeros_like(self.masks[0])
-        for depth, mask in zip(self.depths, self.masks, strict=True):
-            needed[depth:] |= mask[: len(mask) - depth]
+    def _chunks(self) -> Iterator[Chunk]:
+        """Yield the target rows that a guess is compared with, in chunks, with these guesses."""
+        needed = torch.zeros_like(self.next_ids, dtype=torch.bool)
+        for target_rows in self.target_rows:
+            needed[target_rows] = True
         rows = torch.nonzero(needed).flatten()
+        parts = self._split(rows)
+        ends = torch.tensor([len(part) for part in parts], device=rows.device).cumsum(0)
+        places = [torch.searchsorted(rows, target_rows) for target_rows in self.target_rows]
+        stops = [torch.searchsorted(place, ends).tolist() for place in places]
+        start, starts = 0, [0] * len(places)
+        for i, part in enumerate(parts):
+            spans = [slice(start, stop[i]) for start, stop in zip(starts, stops, strict=True)]
+            which = [place[span] - start for place, span in zip(places, spans, strict=True)]
+            guesses = [at[span] for at, span in zip(self.supervised, spans, strict=True)]
+            yield Chunk(part, guesses, torch.cat(which))
+            start, starts = start + len(part), [span.stop for span in spans]
+
+    def _split(self, rows: Int[Tensor, " U"]) -> Sequence[Int[Tensor, " _"]]:
+        """Split target rows into chunks of bounded memory."""
         if self.path == "plain":
             return [rows] if len(rows) else []
         most = max_logits(rows.device)
         target_vocab, draft_vocab = self.teacher.target.vocab_size, len(self.drafter.vocab)
         if self.path == "stored":  # as many chunks as if every row were needed
             size = max(1, most // max(target_vocab, draft_vocab * len(self.depths)))
-            return list(rows.tensor_split(-(-len(needed) // size)))
+            return rows.tensor_split(-(-len(self.next_ids) // size))
         full = self.full or self._known_argmax(rows) is None
         width = max(target_vocab if full else draft_vocab, draft_vocab * len(self.depths))
-        return list(rows.split(max(1, most // width))) if len(rows) else []
+        return rows.split(max(1, most // width)) if len(rows) else []
 
     def _known_argmax(self, rows: Int[Tensor, " rows"]) -> Tensor | None:
         """Return the recorded top-1 tokens of these rows; None if one is missing."""
@@ -118,21 +164,11 @@ class ChunkedLoss:
             return self.teacher.from_recording(top, self.argmax[rows])
         return self.teacher.compute(self.last[rows], self._known_argmax(rows), self.full)
 
-    def _supervised(self, rows: Int[Tensor, " rows"]) -> list[Bool[Tensor, " rows"]]:
-        """Return per depth the target rows that a supervised guess is compared with."""
-        return [
-            (rows >= d) & mask[(rows - d).clamp(min=0)]
-            for d, mask in zip(self.depths, self.masks, strict=True)
-        ]
-
-    def _chunk_loss(
-        self, states: list[Tensor], rows: Int[Tensor, " rows"], masks: list[Bool[Tensor, " rows"]]
-    ) -> Float[Tensor, ""]:
+    def _chunk_loss(self, states: list[Tensor], chunk: Chunk) -> Float[Tensor, ""]:
         """Return the loss of one chunk; its metrics are added to the sums."""
+        rows, which, level = chunk.rows, chunk.which, chunk.level
         with torch.no_grad():
             teacher = self._teacher_rows(rows)
-        which = torch.cat([torch.nonzero(mask).flatten() for mask in masks])
-        level = torch.cat([torch.full_like(rows[mask], i) for i, mask in enumerate(masks)])
         p, compare_states = teacher.p[which], any(term.spec.needs_states for term in self.terms)
         inputs = LossInputs(
             logits=self.drafter.heads_by_depth(states, self.depths),

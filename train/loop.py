@@ -225,7 +225,7 @@ def optimizer_step(
         The metric sums of this rank, with the costly ones if `measure`; the gradient norm before
         clipping; what is wrong with the step ("" if it was taken).
     """
-    sums, norm = run.objective.zero_sums(run.target.device), 0.0
+    sums, norm = run.objective.zero_sums(run.device), 0.0
     denominators = run.loss_denominators(micro_batches)
     share = run.accelerator.num_processes * run.config.launch.accumulation  # undoes the averaging
     total_loss = torch.zeros((), dtype=torch.float64)
@@ -271,9 +271,11 @@ def _log_step(run: Trainer, log: MetricsLog, sums: MetricSums, facts: dict[str, 
     progress = run.progress
     speed = progress.step * run.rows * run.config.data.max_length / max(progress.seconds, 1e-9)
     metrics["objective"] = float(run.reduce(sums.objective))
+    length = metrics.get("accept_length")
+    accept = "" if length is None else f"accept {length:.2f}  "
     log.log(progress.step, "train", {**metrics, **facts, "tokens_per_second": speed})
     log.update_progress(
         fraction_done(run.config.train, progress),
         f"step {progress.step}  loss {metrics['loss@1']:.3f}  agree {metrics['agree@1']:.1%}  "
-        f"accept {metrics['accept_length']:.2f}  best {progress.best:.2f}  {speed:.0f} tokens/s",
+        f"{accept}best {progress.best:.2f}  {speed:.0f} tokens/s",
     )

@@ -1,5 +1,6 @@
 """Sums of what one forward measures at D depths; they add over micro-batches and ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -13,7 +14,8 @@ class MetricSums:
     """Sums per depth over supervised rows. `means` divides them by `rows`.
 
     `rounds` holds the tokens that decoding this text emits in rounds, then the expected rounds of a
-    greedy and of a sampled chain (acceptance_forecast.py). It and `alpha` are 0 where not measured.
+    greedy and of a sampled chain (acceptance_forecast.py). It and `alpha` are 0 where not measured;
+    it is NaN if a supervised row had no guess.
     """
 
     names: tuple[str, ...]  # of the terms of the loss
@@ -59,7 +61,7 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """Return metrics `name@depth` and the predicted acceptance length, bonus included.
 
-        Depths that were not unrolled are left out.
+        Depths that were not unrolled are left out, and the length where rows had no guess.
         """
         rows = self.rows.clamp(min=1)
         shares = {name: getattr(self, name) / rows for name in ("loss", "agree", "alpha")}
@@ -71,6 +73,8 @@ class MetricSums:
         if self.target_loss[1]:
             out["target_loss"] = float(self.target_loss[0] / self.target_loss[1])
         tokens, greedy, sampled = self.rounds.tolist()
+        if math.isnan(tokens):
+            return out
         out["accept_length"] = tokens / greedy if greedy else 1.0
         out["accept_length_sampling"] = tokens / sampled if sampled else 1.0
         return out

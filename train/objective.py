@@ -53,7 +53,7 @@ class Objective(nn.Module):
         """Return the sum over guesses of weight * loss / denominator, and the metric sums.
 
         Args:
-            denominators: per depth, the supervised rows of the whole step.
+            denominators: per depth, the trained rows of the whole step.
             measure: unroll all depths, and compute alpha and rounds.
         """
         trained = max(i for i, weight in enumerate(self.weights, start=1) if weight)

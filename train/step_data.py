@@ -65,9 +65,9 @@ class StepData:
         return [self.source.trace(batch) for batch in self._batches(step)]
 
 
-def supervised_counts(batch: Batch, depths: int) -> Tensor:
-    """Return the supervised rows of a batch at depths 1..`depths`."""
+def trained_counts(drafter: Drafter, batch: Batch, depths: int) -> Tensor:
+    """Return how many rows of a batch are trained at depths 1..`depths`."""
     states = torch.zeros(*batch.ids.shape, 0)
     trace = Trace.from_batch(batch, states, states)
-    masks = [trace.supervised_mask(depth) for depth in range(1, depths + 1)]
+    masks = [drafter.trained_mask(trace, depth) for depth in range(1, depths + 1)]
     return torch.stack([mask.sum() for mask in masks]).float()

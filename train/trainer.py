@@ -25,7 +25,7 @@ from outrider.train.losses import parse_depth_weights
 from outrider.train.metric_sums import MetricSums
 from outrider.train.objective import Objective
 from outrider.train.optimizer import build_optimizer
-from outrider.train.step_data import MicroBatch, StepData, supervised_counts
+from outrider.train.step_data import MicroBatch, StepData, trained_counts
 from outrider.train.weight_average import WeightAverage
 
 INIT_ROWS = 8  # packed rows per batch while initial weights are fitted
@@ -51,11 +51,12 @@ class Trainer:
         """Build everything; with `begin=False`, without initial weights, only to estimate costs."""
         cfg: Any = config.drafter
         self.config, self.data, self.target = config, data, loaded.target
+        self.device = loaded.target.device
         self.folder, self.sources = Path(config.run.dir), data.trace_sources(loaded.target)
         self.rows = config.train.batch_tokens // config.data.max_length
         torch.manual_seed(config.run.seed)
         vocab = data.vocab(cfg.draft_vocab_size)
-        self.drafter = drafters.build(cfg, self.target, vocab).to(self.target.device)
+        self.drafter = drafters.build(cfg, self.target, vocab).to(self.device)
         self.drafter.gradient_checkpointing = config.train.gradient_checkpointing
         start = time.monotonic()
         self.initialisation = self._initialise() if begin else "weights not yet initialised"
@@ -85,8 +86,8 @@ class Trainer:
         self.average = WeightAverage(self.objective, decay) if decay is not None else None
         self.own_text: Rows | None = None
         self.bad_steps = BadStepGuard(self.progress, config.train.skip_bad, config.train.spike)
-        self.step_data = StepData(config, data, self.drafter, self.target, rank, world)
         self.writer = CheckpointWriter(self.folder, config.train)
+        self.step_data = StepData(config, data, self.drafter, self.target, rank, world)
 
     def _initialise(self) -> str:
         """Fit initial weights on the training rows, unless a checkpoint has weights."""
@@ -98,7 +99,7 @@ class Trainer:
             source = TargetTraces(self.target)
         order = permutation(self.config.run.seed, 0, len(self.data.train))
         batches = (select_rows(self.data.train, rows) for rows in order.split(INIT_ROWS))
-        traces = (source.trace(batch, self.target.device) for batch in batches)
+        traces = (source.trace(batch, self.device) for batch in batches)
         return self.drafter.initialise(self.target, traces)
 
     def checkpoints(self) -> list[Path]:
@@ -112,16 +113,16 @@ class Trainer:
         torch.manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
 
     def loss_denominators(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """Return the supervised rows of the whole step per depth; all with normalise=tokens."""
+        """Return the trained rows of the whole step per depth; all with normalise=tokens."""
         cfg: Any = self.config.drafter
         if cfg.normalise == "tokens":
             return torch.full((cfg.depths,), float(self.rows * self.config.data.max_length))
-        counts = [supervised_counts(batch, cfg.depths) for batch, _ in micro_batches]
+        counts = [trained_counts(self.drafter, batch, cfg.depths) for batch, _ in micro_batches]
         return self.reduce(torch.stack(counts).sum(0)).clamp(min=1)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks."""
-        out: Tensor = self.accelerator.reduce(values.to(self.target.device), "sum")
+        out: Tensor = self.accelerator.reduce(values.to(self.device), "sum")
         return out
 
     def means(self, sums: MetricSums) -> dict[str, float]:
@@ -140,7 +141,7 @@ class Trainer:
         cfg: Any = self.config.drafter
         world = self.accelerator.num_processes
         size = max(1, self.rows // (world * self.config.launch.accumulation))
-        sums, denominators = self.objective.zero_sums(self.target.device), torch.ones(cfg.depths)
+        sums, denominators = self.objective.zero_sums(self.device), torch.ones(cfg.depths)
         self.objective.eval()  # no noise, no dropout
         for turn in range(-(-len(rows) // (world * size))):
             first = (turn * world + self.accelerator.process_index) * size
@@ -148,7 +149,7 @@ class Trainer:
             batch = select_rows(rows, index % len(rows))
             # ZeRO-3 gathers weights in lockstep: a rank without rows left repeats some, uncounted
             batch = batch._replace(answer=batch.answer & (index < len(rows))[:, None])
-            trace = source.trace(batch, self.target.device)
+            trace = source.trace(batch, self.device)
             with self.accelerator.autocast():
                 sums.add(self.objective(trace, denominators, True)[1])
         self.objective.train()

@@ -41,7 +41,7 @@ def rank_paths(drafter: Drafter, trace: Trace, depths: int, ranks: int) -> list[
         positions = torch.arange(max(0, last + 1 - guess.depth))
         for chunk in positions.split(max(1, max_logits(begins.device) // len(drafter.vocab))):
             rows = begins[chunk]
-            logits = drafter.heads_by_depth([guess.hidden[0, rows]], [guess.depth])
+            logits = drafter.heads_by_depth([guess.states(rows)], [guess.depth])
             ranked = drafter.vocab.to_target(logits.topk(ranks).indices)
             same = ranked == trace.next_ids[0, rows + guess.depth, None]
             rank = torch.where(same.any(1), same.int().argmax(1), ranks)

@@ -70,7 +70,8 @@ def _outputs(
     """Return the outputs on a text; `columns` are draft ids, None chooses them."""
     target.set_taps(drafter.taps)
     positions, zeros = torch.arange(len(text), device=text.device), torch.zeros_like(text)
-    trace = target.trace(text[None], zeros[None].bool(), zeros[None], positions[None])
+    answer = torch.ones_like(zeros[None], dtype=torch.bool)
+    trace = target.trace(text[None], answer, zeros[None], positions[None])
     logits = torch.stack([_draft_logits(drafter, trace, row, depths) for row in rows], dim=1)
     columns = _compared_columns(logits) if columns is None else columns.to(logits.device)
     tokens = drafter.vocab.target_ids.to(logits.device)[columns]
@@ -96,7 +97,8 @@ def _draft_logits(drafter: Drafter, trace: Trace, row: int, depths: int) -> Floa
     """
     if isinstance(drafter, TargetDrafter):
         guesses = (guess for guess in drafter.unroll(trace) if guess.depth)
-        rows = ((guess.hidden[0, row : row + 1], guess.depth) for guess in islice(guesses, depths))
+        at = torch.tensor([row], device=trace.ids.device)
+        rows = ((guess.states(at), guess.depth) for guess in islice(guesses, depths))
         return torch.cat([drafter.heads_by_depth([state], [depth]) for state, depth in rows])
     prefix = {k: v[:, : row + 1] for k, v in vars(trace).items() if v is not None}
     state, out = drafter.absorb(None, Trace(**prefix)), []

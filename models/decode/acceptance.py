@@ -5,31 +5,28 @@ it were: levels behind the first rejection say nothing and are left out, never c
 Two estimates:
 
     mean(depth)               before the drafter has run; of this request, shrunk to that of all
-    given(depth, confidence)  after it, from the largest probability of its row; bins of all
-                              requests, corrected by one offset in log-odds of this request
+    given(depth, confidence)  after it, from the drafter's confidence; bins of all requests,
+                              corrected by one offset in log-odds of this request
 
 A label is 0 or 1, or the probability of acceptance where it is known (the overlap of both rows):
-the same mean with less variance. All counts forget slowly, and begin as counts of the checkpoint's
-calibration, if there is one.
+the same mean with less variance. All counts forget slowly. Bins begin as the confidence itself,
+with more weight if the checkpoint's calibration has been measured.
 
 Siblings are accepted with a share of what the first token misses, by their rank, at all depths.
 
-Source: bins, Guo et al. 2017, arXiv:1706.04599 (`eval/calibration.py`); the shrinkage
-n / (n + PRIOR) and forgetting are those of vLLM's adaptive verification (IRLS over log-odds), here
-as one Newton step per label.
+Source: bins, Guo et al. 2017, arXiv:1706.04599 (`eval/calibration.py`); a bias in log-odds, shrunk
+and forgetting, is that of vLLM's adaptive verification, here with one Newton step per label.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 BINS = 10  # of confidence
 DEPTHS = 16  # deeper ones count as the last
 RANKS = 4  # children of a node
 PRIOR = 10.0  # labels that the estimate of all requests weighs in that of one
-CALIBRATED, GUESSED = 50.0, 4.0  # labels that a calibration weighs, and the values below
-FIRST = 0.6  # acceptance at every depth without a calibration
+CALIBRATED, GUESSED = 50.0, 4.0  # labels that a measured confidence weighs, and other first values
+FIRST = 0.6  # acceptance at every depth, before any is seen
 SIBLINGS = (0.3, 0.12, 0.06)  # of what the first child misses, by rank, before any is seen
 MEMORY, MEMORY_ALL = 0.96, 0.998  # of a label, in the estimate of one request and of all
 STIFFNESS = 12.5  # of the offset of a request: 50 labels of probability 1/2
@@ -60,28 +57,12 @@ def _guess(mean: float, weight: float = GUESSED) -> Rate:
 class Acceptance:
     """The estimates of all requests of a decoder."""
 
-    def __init__(self, calibration: Mapping[str, Any] | None = None) -> None:
-        """
-        Args:
-            calibration: content of calibration.json.
-        """
+    def __init__(self, weight: float = GUESSED) -> None:
+        """`weight` is that of the drafter's confidence, in labels: CALIBRATED if it is measured."""
         self.levels = [_guess(FIRST) for _ in range(DEPTHS)]
-        self.bins = [[_guess((i + 0.5) / BINS) for i in range(BINS)] for _ in range(DEPTHS)]
+        bins = [(i + 0.5) / BINS for i in range(BINS)]
+        self.bins = [[_guess(middle, weight) for middle in bins] for _ in range(DEPTHS)]
         self.siblings = [_guess(share) for share in SIBLINGS]
-        for row in (calibration or {}).get("depths", ()):
-            if 1 <= row["depth"] <= DEPTHS and row["guesses"]:
-                self._calibrate(row["depth"] - 1, row["bins"])
-
-    def _calibrate(self, level: int, bins: Sequence[Mapping[str, Any]]) -> None:
-        """Start a depth from its calibration; deeper ones start like it until they have theirs."""
-        count = sum(one["guesses"] for one in bins)
-        mean = sum(one["guesses"] * one["right"] for one in bins) / max(1, count)
-        for deeper in range(level, DEPTHS):
-            self.levels[deeper] = _guess(mean, CALIBRATED)
-            for one in bins:
-                index = min(BINS - 1, int(one["from"] * BINS + 0.5))
-                weight = min(CALIBRATED, one["guesses"] + GUESSED)
-                self.bins[deeper][index] = _guess(one["right"], weight)
 
     def sibling_row(self, first: float) -> list[float]:
         """Return the acceptance of a node's children by rank, given that of the first."""

@@ -1,6 +1,6 @@
 """A confidence threshold that adapts to the acceptance of a request (Draft & Verify).
 
-A chain stops after a token that the drafter gives less probability than a threshold. Here the
+A chain stops after a token if the drafter's confidence at its place is below a threshold. Here the
 threshold follows the share of draft tokens that were accepted, with a goal for that share:
 
     a <- 0.5 a + 0.5 accepted / drafted         moving average, 0 before the first round
@@ -25,7 +25,7 @@ class Threshold(NamedTuple):
     """The threshold of a request after some rounds.
 
     Attributes:
-        value: probability below which a draft ends.
+        value: confidence below which a draft ends.
         acceptance: moving average of accepted / drafted.
         rounds: how many rounds of the answer are included.
     """

@@ -62,6 +62,7 @@ class DraftContext:
         self._target_ids = None if self.vocab.is_full else self.vocab.target_ids
         self.abstains: Bool[Tensor, "B N"] | None = None
         self._paths: Int[Tensor, "B N P"] | None = None
+        self._depth, self._has_noise = 0, False  # of the last step
 
     def step(
         self, depth: int, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
@@ -87,7 +88,25 @@ class DraftContext:
             raise RunError(NOT_FINITE, DRAFTER_FIX)
         if self.history is not None:
             logits = self._adjusted(logits, self.history, ids, parents)
-        return self.draft_scores(logits, depth, self._target_ids)
+        scores = self.draft_scores(logits, depth, self._target_ids)
+        self._depth, self._has_noise = depth, scores is not logits
+        return scores
+
+    def log_confidence(self, log_q: Float[Tensor, "B N Vd"]) -> Float[Tensor, "B N"]:
+        """Return the log-probability that a child of each node of the last step is accepted.
+
+        It does not depend on which child is drafted (rule R2). The drafter's calibration is applied
+        in greedy decoding, where it was measured.
+
+        Args:
+            log_q: the log-softmax of what `step` returned.
+        """
+        hidden = self.drafter.node_hidden(self.states)
+        confidence = self.drafter.log_confidence(log_q, self._depth, hidden)
+        calibration = self.drafter.calibration
+        if calibration is None or self._has_noise or not self.sampling.greedy:
+            return confidence
+        return calibration.log_accuracy(confidence, self._depth)
 
     def _adjusted(
         self,

@@ -3,7 +3,9 @@
 The children of a node are the drafter's top-k tokens, so they are verified by `match` (rules R1 and
 R3); or the top-k with noise (`coupled`), which belongs to a position and not to a tree, so these
 may be pruned by their probabilities too. Scores are sums of log-probabilities in float32, from the
-drafter's raw softmax whatever the temperature, or from the scores with noise.
+drafter's raw softmax whatever the temperature, or from the scores with noise. The most probable
+child has the drafter's confidence as its probability (`DraftContext.log_confidence`), its siblings
+in proportion; by default it is the softmax's own.
 
 Shape letters: B prompts, n nodes of a level, M candidates, A parents of all levels, N kept nodes
 and the root.
@@ -75,8 +77,10 @@ class DynamicTree:
         for depth in range(1, deepest + 1):
             logits = context.step(depth, frontier, parents)
             width = min(self.width, logits.shape[-1])
-            top = logits.float().log_softmax(-1).topk(width)
-            scores = (above.unsqueeze(2) + top.values).flatten(1)
+            log_q = logits.float().log_softmax(-1)
+            top = log_q.topk(width)
+            shift = context.log_confidence(log_q) - top.values[..., 0]
+            scores = ((above + shift).unsqueeze(2) + top.values).flatten(1)
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
             if context.abstains is not None:

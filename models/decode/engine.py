@@ -200,7 +200,7 @@ class Engine:
         self.rounds += 1
         if dialogue is not None:
             text = [*self.active[0].request.prompt, *self.active[0].out.ids]
-            dialogue.add_round(text, self.active[0].state)
+            dialogue.add_round(text, self.active[0].absorbed)
         for one, count in zip(self.active, counts, strict=True):
             yield Event(one.number, one.out.ids[-count:], one.out)
         self.release()
@@ -222,9 +222,9 @@ class Engine:
         """
         watch, device = self.watch, self.target.device
         prompts = [list(one.request.prompt) for one in started]
-        cached, length = 0, len(prompts[0])
         if dialogue is not None:
-            cached, started[0].state = dialogue.match_prefix(prompts[0])
+            started[0].absorbed = dialogue.match_prefix(prompts[0])
+        cached, length = started[0].absorbed.rows, len(prompts[0])
         self._set_taps()
         watch.lap()
         start = watch.latest
@@ -255,7 +255,7 @@ class Engine:
         next_ids = torch.cat([ids[:, 1:], torch.tensor(roots, device=device)[:, None]], dim=1)
         self._absorb_rows(started, tree_layout.KeptRows(ids, next_ids, positions), states)
         if dialogue is not None:
-            dialogue.add_prompt(self.cache, [*prompts[0], roots[0]], started[0].state)
+            dialogue.add_prompt(self.cache, [*prompts[0], roots[0]], started[0].absorbed)
         watch.lap()
         for one in started:
             one.out.times.prefill += (watch.latest - start) / len(started)
@@ -274,7 +274,7 @@ class Engine:
         before = [one.state for one in active]
         states, after = self.drafter.run_target(self.target, self.cache, before, new)
         for one, state in zip(active, after, strict=True):
-            one.state = state
+            one.absorbed = one.absorbed._replace(state=state)
         return states
 
     def _absorb_rows(
@@ -392,7 +392,7 @@ class Engine:
         for one, trace in zip(active, traces, strict=True):
             one.root = trace.next_ids[0, -1:]
         self.watch.lap()  # building the traces counts as overhead
-        states = drafter.absorb_batch([one.state for one in active], traces)
-        for one, state in zip(active, states, strict=True):
-            one.state = state
+        read = drafter.absorb_next([one.absorbed for one in active], traces)
+        for one, absorbed in zip(active, read, strict=True):
+            one.absorbed = absorbed
         times.draft += self.watch.lap()

@@ -76,9 +76,10 @@ class Chain:
     """One draft token per depth: the drafter's argmax, or drawn from its warped row.
 
     Attributes:
-        confidence: drafting stops after a token that the drafter gives less probability than this
-            (with noise, where drafts are coupled), or than an adaptive threshold. The token itself
-            is still verified, else the output distribution would change (rule R2).
+        confidence: drafting stops after a token if the drafter's confidence at its place
+            (`DraftContext.log_confidence`) is below this or below an adaptive threshold. Neither
+            this nor the verification of the token depends on which token was drawn, else the output
+            distribution would change (rule R2).
     """
 
     depth: int
@@ -123,8 +124,8 @@ class Chain:
                 token = first_argmax(logits)
             ids.append(context.vocab.to_target(token))
             if drafted is not None and threshold is not None:
-                prob = logits.float().softmax(-1).gather(-1, token[..., None]).flatten()
-                drafted = torch.where(prob < threshold, drafted.clamp(max=depth), drafted)
+                confidence = context.log_confidence(logits.float().log_softmax(-1)).exp().flatten()
+                drafted = torch.where(confidence < threshold, drafted.clamp(max=depth), drafted)
                 if bool((drafted <= depth).all()):
                     break
         tree = Tree.chain(torch.cat(ids, dim=1), drafted)
@@ -134,7 +135,7 @@ class Chain:
         return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
 
     def _threshold(self, context: DraftContext) -> float | Float[Tensor, " B"] | None:
-        """Return the probability below which drafts end, or that of every prompt; None: none."""
+        """Return the confidence below which drafts end, or that of every prompt; None: none."""
         if not isinstance(self.confidence, AdaptiveConfidence):
             return self.confidence or None
         deepest = min(self.depth, context.max_depth)

@@ -17,7 +17,7 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.round_times import RoundTimes
 from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
 from outrider.models.decode.rules.round_outcome import RoundOutcome
-from outrider.models.drafting.drafter import State
+from outrider.models.drafting.drafter import Absorbed, State
 
 PREFILL_TOKENS = 2048  # tokens of several prompts that one forward reads
 CHECKPOINTS = 3  # newest checkpoints of a dialogue and the first: each holds a drafter's rows
@@ -137,7 +137,7 @@ class ActiveRequest:
         noise: where a verifier chooses tokens with noise.
         threshold: where a policy adapts its confidence.
         acceptance: where a policy estimates it.
-        state: the drafter's.
+        absorbed: by the drafter, whose state is `state`.
         root: the newest token on the device; set when rows are absorbed.
     """
 
@@ -147,9 +147,13 @@ class ActiveRequest:
     noise: GumbelNoise | None = None
     threshold: Threshold | None = None
     acceptance: RequestAcceptance | None = None
-    state: State | None = None
+    absorbed: Absorbed = field(default_factory=Absorbed)
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)
+
+    @property
+    def state(self) -> State | None:
+        return self.absorbed.state
 
     @property
     def remaining(self) -> int:
@@ -196,35 +200,40 @@ class DialogueCache:
 
     Attributes:
         text: all tokens so far; the newest is not in the cache.
-        checkpoints: after every prompt: how many rows were absorbed, and the drafter's state then.
+        checkpoints: after every prompt: the cached rows that the drafter has absorbed.
         latest: the same after the newest round.
     """
 
     cache: KVCache | None = None
     text: list[int] = field(default_factory=list)
-    checkpoints: list[tuple[int, State | None]] = field(default_factory=list)
-    latest: tuple[int, State | None] | None = None
+    checkpoints: list[Absorbed] = field(default_factory=list)
+    latest: Absorbed | None = None
 
-    def match_prefix(self, prompt: Sequence[int]) -> tuple[int, State | None]:
-        """Return how many rows of a prompt are cached, and the drafter's state after them."""
+    def match_prefix(self, prompt: Sequence[int]) -> Absorbed:
+        """Return what is cached of a prompt, and absorbed by the drafter."""
         equal = [*map(eq, prompt, self.text), False]
         common = equal.index(False)
         candidates = [*self.checkpoints, *([self.latest] if self.latest else [])]
         self.checkpoints = [one for one in candidates if one[0] < min(common, len(prompt))]
         self.latest = None
-        rows, state = self.checkpoints[-1] if self.checkpoints else (0, None)
-        self.text = self.text[: rows + 1]  # the rest of the cache is about to be overwritten
-        return rows, state
+        found = self.checkpoints[-1] if self.checkpoints else Absorbed()
+        self.text = self.text[: found.rows + 1]  # the rest of the cache is about to be overwritten
+        return found
 
-    def add_prompt(self, cache: KVCache, text: list[int], state: State | None) -> None:
+    def add_prompt(self, cache: KVCache, text: list[int], absorbed: Absorbed) -> None:
         """Add a checkpoint after a prompt and its first token."""
         self.cache, self.text = cache, text
         newest = self.checkpoints[1:][1 - CHECKPOINTS :]
-        self.checkpoints = [*self.checkpoints[:1], *newest, (len(text) - 1, state)]
+        self.checkpoints = [*self.checkpoints[:1], *newest, _at_end(text, absorbed)]
 
-    def add_round(self, text: list[int], state: State | None) -> None:
+    def add_round(self, text: list[int], absorbed: Absorbed) -> None:
         """Record a round, so that an interrupted answer is cached up to here."""
-        self.text, self.latest = text, (len(text) - 1, state)
+        self.text, self.latest = text, _at_end(text, absorbed)
+
+
+def _at_end(text: Sequence[int], absorbed: Absorbed) -> Absorbed:
+    """Return what is absorbed of a text without its newest token; without a drafter, its rows."""
+    return Absorbed(len(text) - 1) if absorbed.state is None else absorbed
 
 
 def check_request(request: Request, max_positions: int, vocab: int) -> None:

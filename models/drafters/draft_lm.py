@@ -182,7 +182,8 @@ class DraftLm(BatchDrafter):
             self._checkpoints = True
         mask = document_mask(trace.document)
         last = self.lm.forward(trace.ids, trace.positions, mask, grad=torch.is_grad_enabled()).last
-        yield from shifted_guesses(last, self.depths)
+        rows = torch.arange(trace.ids.numel(), device=last.device)
+        yield from shifted_guesses(rows, last.flatten(0, 1), self.depths)
 
     # ---- decoding ----
 

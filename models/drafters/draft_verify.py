@@ -11,14 +11,15 @@ Draft tokens attend to the exact rows of the committed text in the target's own 
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.searched import SearchedConfig
 from outrider.models.cache.kv_cache import KVCache
+from outrider.models.drafting.drafter import TargetInput
 from outrider.models.drafting.target_drafting import TargetDrafter
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds
@@ -31,13 +32,8 @@ class Config(SearchedConfig):
     """Settings of Draft & Verify; conf/drafter/draft_verify.yaml describes each."""
 
     name: str = "draft_verify"
-    skip_attention: tuple[int, ...] = ()
-    skip_mlp: tuple[int, ...] = ()
 
     confidence: ClassVar[float | Literal["adaptive"]] = "adaptive"
-
-    def found_settings(self) -> dict[str, Any]:
-        return {"skip_attention": [*self.skip_attention], "skip_mlp": [*self.skip_mlp]}
 
 
 class DraftVerify(TargetDrafter):
@@ -65,15 +61,10 @@ class DraftVerify(TargetDrafter):
             raise ConfigError("drafter.skip_attention", [*cfg.skip_attention], why, fix)
 
     def draft_forward(
-        self,
-        target: Target,
-        cache: KVCache,
-        ids: Int[Tensor, "B N"],
-        positions: Int[Tensor, "B N"],
-        visible: Bool[Tensor, "B N S"],
+        self, target: Target, cache: KVCache, new: TargetInput
     ) -> Float[Tensor, "B N H"]:
         """Return the target's last states without the skipped sublayers."""
-        return target.forward(ids, positions, visible, cache, part=self.part).last
+        return target.forward(new.ids, new.positions, new.visible, cache, part=self.part).last
 
 
 def _check_layers(key: str, skipped: tuple[int, ...], layers: int) -> None:

@@ -278,6 +278,6 @@ class Eagle3(SelfFeeding):
         self.lm_head.weight.copy_(target.head_weight[self.vocab.target_ids])
         self.norm.weight.copy_(output_std)
         teacher = target.logits(trace.last.flatten(0, 1)[rows + 1])[:, self.vocab.target_ids]
-        logits = self.head(guess.hidden.flatten(0, 1)[rows])
+        logits = self.head(guess.states(rows))
         scale = closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
         self.norm.weight.mul_(scale)

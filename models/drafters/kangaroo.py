@@ -38,7 +38,7 @@ from outrider.models.drafting.branch_attention import branch_attention, plan_que
 from outrider.models.drafting.drafter import LevelIds, target_head_logits
 from outrider.models.drafting.early_exit import EarlyExit, EarlyExitConfig
 from outrider.models.drafting.layers import AttentionLayer, Norm, append_rows, init_linear_weights
-from outrider.models.drafting.self_feeding import concat_prompts, maybe_checkpoint, scatter_rows
+from outrider.models.drafting.self_feeding import concat_prompts, maybe_checkpoint
 from outrider.models.drafting.target_drafting import TargetDraftState, level_positions
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Guess, Trace, shifted_guesses
@@ -88,7 +88,7 @@ class Kangaroo(EarlyExit):
         products = squares = torch.zeros_like(self.norm.weight)
         for trace in islice(traces, FIT_BATCHES):
             rows, last = trace.supervised_rows(0), trace.last.flatten(0, 1)
-            normed = self._adapt(trace).flatten(0, 1)[rows] / self.norm.weight
+            normed = self._adapt(trace) / self.norm.weight
             products = products + (normed * last[rows].to(normed.dtype)).sum(0)
             squares = squares + normed.square().sum(0)
         if not bool((squares > 0).all()):
@@ -102,23 +102,25 @@ class Kangaroo(EarlyExit):
     # ---- training ----
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
+        rows = trace.supervised_rows(0)
         states = maybe_checkpoint(self.gradient_checkpointing, self._adapt, trace)
-        yield from shifted_guesses(states, self.cfg.depths)
+        yield from shifted_guesses(rows, states, self.cfg.depths)
 
-    def _adapt(self, trace: Trace) -> Float[Tensor, "B T D"]:
-        """Return the adapter's state of every row that predicts an answer token; else zero."""
+    def _adapt(self, trace: Trace) -> Float[Tensor, "N D"]:
+        """Return the adapter's state of every row that predicts an answer token."""
         exits = trace.taps.flatten(0, 1).to(self.norm.weight.dtype)
         queries = trace.supervised_mask(0)
         plan = plan_queries(queries, trace.document, self.layer.self_attn.heads)
         x, positions = self.layer.input_layernorm(exits), trace.positions.flatten()
         out, _, _ = self.layer.unroll(exits, x, positions, plan, branch_attention)
-        return scatter_rows(self.norm(out), plan, queries)
+        normed: Tensor = self.norm(out)
+        return normed
 
     def forward_count(self, depths: int) -> int:
         return 1
 
     def activation_count(self, depths: int) -> float:
-        return self.layer.activation_count + 2.0 * self.target.shape().hidden
+        return self.layer.activation_count + float(self.target.shape().hidden)
 
     # ---- decoding ----
 

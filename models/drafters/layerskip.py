@@ -151,15 +151,16 @@ class LayerSkip(EarlyExit):
         weights = exit_weights(self.target.num_layers, self.cfg, self.step_number, self.share_done)
         self.body.kept_rows = self._draw_kept_rows(len(trace.ids)) if self.training else None
         outputs, last = self.body(trace)
-        yield Guess(0, last, weights.pop())
+        yield Guess.everywhere(0, last, weights.pop())
         drafting = self.exit_layer - 1
         for layer, weight in enumerate(weights):
             if weight and self.training and layer != drafting:
-                yield Guess(0, self.body.final_norm(outputs[layer]), weight)
+                yield Guess.everywhere(0, self.body.final_norm(outputs[layer]), weight)
         whole = self.exit_layer == self.target.num_layers
         hidden = last if whole else self.body.final_norm(outputs[drafting])
         weight = 0.0 if whole else weights[drafting]
-        for guess in shifted_guesses(hidden, self.cfg.depths):
+        rows = torch.arange(trace.ids.numel(), device=last.device)
+        for guess in shifted_guesses(rows, hidden.flatten(0, 1), self.cfg.depths):
             yield guess._replace(weight=weight)
 
     def _draw_kept_rows(self, rows: int) -> Bool[Tensor, "L B"] | None:

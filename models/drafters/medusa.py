@@ -177,9 +177,12 @@ class Medusa(BatchDrafter):
         last = trace.last
         if self.adapters is not None:
             last = self._adapted_states(self.adapters, trace)
-            yield Guess(0, last, self.cfg.keep)
-        for depth, block in enumerate(self.blocks, start=1):
-            yield Guess(depth, block(last))
+            yield Guess.everywhere(0, last, self.cfg.keep)
+        depths = range(1, len(self.blocks) + 1)
+        mask = torch.stack([trace.supervised_mask(depth) for depth in depths]).any(0)
+        rows, states = torch.nonzero(mask.flatten()).flatten(), last[mask]
+        for depth, block in zip(depths, self.blocks, strict=True):
+            yield Guess(depth, rows, block(states))
 
     def _adapted_states(self, adapters: Adapters, trace: Trace) -> Float[Tensor, "B T H"]:
         """Return the changed target's states of the same rows, with gradient to the adapters."""

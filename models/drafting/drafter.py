@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.models.drafting.calibration import Calibration
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, Guess, ModelShape, TargetEnds, Trace
 
@@ -31,12 +32,19 @@ LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree leve
 State = Any  # decoding state of a drafter: opaque to the engine, never mutated
 
 
+class Absorbed(NamedTuple):
+    """What a drafter has read of a prompt: the first rows, and its state after them."""
+
+    rows: int = 0
+    state: State | None = None
+
+
 class TargetInput(NamedTuple):
-    """New tokens of every prompt for the target: a piece of a prompt, or a draft tree.
+    """New tokens of every prompt for the target: a piece of a prompt, a draft tree, or its level.
 
     Attributes:
         positions, visible: see `Target.forward`.
-        tree: None for a piece of a prompt.
+        tree: None for a piece of a prompt, and for a level.
         drafted: the drafter's states after the last `step` of the tree, or those of `absorb`.
     """
 
@@ -82,6 +90,7 @@ class Drafter(nn.Module):
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss: Sequence[str] = ("soft_ce",)  # terms of the loss of guesses of depth 0
     gradient_checkpointing: bool = False
+    calibration: Calibration | None = None  # of `log_confidence`, as measured in greedy decoding
 
     @classmethod
     def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
@@ -103,7 +112,14 @@ class Drafter(nn.Module):
         """
 
     def head(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows Vd"]:
-        """Return logits over the draft vocabulary."""
+        """Return logits over the draft vocabulary.
+
+        A head may read the token before the one that it predicts, the token of the node itself
+        (Markov, gated and recurrent heads). `hidden` then holds the slot's state and what the token
+        contributes, in one row, and the head joins them. `unroll` takes the text's token,
+        `trace.tokens_ahead(depth)`, and `step` its argument `ids`; a recurrent head keeps a memory
+        per node in its state, which `parents` index. tests/test_token_before.py has all three.
+        """
         raise NotImplementedError
 
     def heads_by_depth(
@@ -111,6 +127,28 @@ class Drafter(nn.Module):
     ) -> Float[Tensor, "N Vd"]:
         """Return the logits of states of several depths, concatenated; by default by `head`."""
         return self.head(torch.cat(list(hidden)))
+
+    def log_confidence(
+        self,
+        log_q: Float[Tensor, "*nodes Vd"],
+        depth: int,
+        hidden: Float[Tensor, "*nodes D"] | None,
+    ) -> Float[Tensor, "*nodes"]:
+        """Return the log-probability that a draft of this depth is accepted if its parents are.
+
+        By default the largest of the probabilities. A drafter with an output of its own for it
+        reads `hidden`. It must not depend on the token that is drawn (rule R2), which is not known
+        yet; `calibration` is applied to the result.
+
+        Args:
+            log_q: log-probabilities of the children of each node; with noise, if they are coupled.
+            hidden: of the nodes, the input of `head`: of a guess, or `node_hidden` in decoding.
+        """
+        return log_q.amax(-1)
+
+    def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
+        """Return the inputs of `head` in the last `step`, which a confidence reads; None: none."""
+        return None
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         """Yield one guess per depth, starting at depth 1.
@@ -121,6 +159,15 @@ class Drafter(nn.Module):
         states, then those of other exits.
         """
         raise NotImplementedError
+
+    def trained_mask(self, trace: Trace, depth: int) -> Bool[Tensor, "B T"]:
+        """Return True where a training step compares the guess of row t at this depth.
+
+        By default, at every supervised row. A drafter may draw some of them in training mode. What
+        counts the rows of a step, before its first forward, must get the rows that `unroll`
+        yields: they depend on `begin_step` and on ids, documents and answers alone.
+        """
+        return trace.supervised_mask(depth)
 
     def initialise(self, target: "Target", traces: Iterable[Trace]) -> str:
         """Set initial weights from training text (at least one batch), and return a description."""
@@ -200,6 +247,22 @@ class Drafter(nn.Module):
         The default loops over the prompts. It is the reference for batched implementations.
         """
         return list(map(self.absorb, states, traces))
+
+    def absorb_next(self, before: Sequence[Absorbed], traces: Sequence[Trace]) -> list[Absorbed]:
+        """Apply `absorb_batch` to rows that follow those read before, as the decoder does.
+
+        Raises:
+            ValueError: rows are missing, or come again: the drafter would draft from other states
+                than those it was trained on, which only lowers acceptance.
+        """
+        ends = torch.stack([trace.positions[0, [0, -1]] for trace in traces]).tolist()
+        read = [one.rows + trace.ids.shape[1] for one, trace in zip(before, traces, strict=True)]
+        for one, stop, (first, last) in zip(before, read, ends, strict=True):
+            if (first, last) != (one.rows, stop - 1):
+                message = f"after {one.rows} rows of a prompt, rows {first} to {last} were given"
+                raise ValueError(f"{message} as the next {stop - one.rows}")
+        states = self.absorb_batch([one.state for one in before], traces)
+        return [Absorbed(*pair) for pair in zip(read, states, strict=True)]
 
     def new_cache(self, target: "Target", capacity: int, slots: int) -> "KVCache | SplitCache":
         """Return the cache of a decoding run, which `run_target` gets; by default the target's.

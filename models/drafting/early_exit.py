@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
@@ -80,15 +80,11 @@ class EarlyExit(TargetDrafter):
         return cache.parts[0] if isinstance(cache, SplitCache) else cache
 
     def draft_forward(
-        self,
-        target: Target,
-        cache: KVCache,
-        ids: Int[Tensor, "B N"],
-        positions: Int[Tensor, "B N"],
-        visible: Bool[Tensor, "B N S"],
+        self, target: Target, cache: KVCache, new: TargetInput
     ) -> Float[Tensor, "B N H"]:
         """Return the output of layer E-1."""
-        return target.forward(ids, positions, visible, cache, part=Part(0, self.exit_layer)).last
+        part = Part(0, self.exit_layer)
+        return target.forward(new.ids, new.positions, new.visible, cache, part=part).last
 
     def draft_logits(
         self, target: Target, hidden: Float[Tensor, "B N H"]
@@ -110,8 +106,9 @@ class EarlyExit(TargetDrafter):
         count = known.shape[1]
         lower.add_written_rows(count)
         if count < new.ids.shape[1]:
-            rest = (x[:, count:] for x in (new.ids, new.positions, new.visible))
-            known = torch.cat([known, self.draft_forward(target, lower, *rest)], dim=1)
+            ids, positions, visible = (x[:, count:] for x in (new.ids, new.positions, new.visible))
+            rest = TargetInput(ids, positions, visible)
+            known = torch.cat([known, self.draft_forward(target, lower, rest)], dim=1)
         part = Part(self.exit_layer, hidden=known)
         last = target.forward(new.ids, new.positions, new.visible, upper, part=part).last
         after = [self.after_verification(target, cache, state) for state in states]

@@ -36,7 +36,6 @@ from outrider.models.drafting.self_feeding import (
     SelfFeeding,
     gather_parents,
     maybe_checkpoint,
-    scatter_rows,
     transpose,
 )
 from outrider.models.drafting.vocab import DraftVocab
@@ -114,7 +113,7 @@ class MtpChain:
             state = maybe_checkpoint(
                 self.gradient_checkpointing, self._run_stage, stage, ids, state, positions, plan
             )
-            yield Guess(depth, scatter_rows(stage.norm(state), plan, queries))
+            yield Guess(depth, plan.rows, stage.norm(state))
             state = stage.next_state(state)
 
     def _run_stage(

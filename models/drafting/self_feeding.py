@@ -91,13 +91,12 @@ class SelfFeeding(BatchDrafter):
         return hidden
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
-        masks = [trace.supervised_mask(depth) for depth in range(1, self.depths + 1)]
-        queries = torch.stack(masks).any(0)
-        plan = self._plan(queries, trace)
+        masks = [self.trained_mask(trace, depth) for depth in range(1, self.depths + 1)]
+        plan = self._plan(torch.stack(masks).any(0), trace)
         hidden, first = maybe_checkpoint(
             self.gradient_checkpointing, self._unroll_first, trace, plan
         )
-        yield Guess(1, scatter_rows(hidden, plan, queries))
+        yield Guess(1, plan.rows, hidden)
         positions, branch = trace.positions.flatten()[plan.rows], list[Pairs]()
         for depth in range(2, self.depths + 1):
             ids = trace.tokens_ahead(depth).flatten()[plan.rows]
@@ -106,7 +105,7 @@ class SelfFeeding(BatchDrafter):
                 hidden, ids, positions + depth - 1, first, tuple(branch), plan,
             )  # fmt: skip
             branch.append(new)
-            yield Guess(depth, scatter_rows(hidden, plan, queries))
+            yield Guess(depth, plan.rows, hidden)
 
     def _plan(self, queries: Bool[Tensor, "B T"], trace: Trace) -> QueryPlan:
         heads = self.decoder_layers[0].self_attn.heads
@@ -243,11 +242,3 @@ def concat_prompts(traces: Sequence[Trace]) -> Trace:
     names = [field.name for field in fields(Trace) if getattr(traces[0], field.name) is not None]
     joined: dict[str, Any] = {n: torch.cat([getattr(t, n) for t in traces], dim=1) for n in names}
     return Trace(**joined)
-
-
-def scatter_rows(
-    state: Float[Tensor, "N D"], plan: QueryPlan, queries: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T D"]:
-    """Scatter query rows back to [B, T, D]; rows that no depth supervises are zero."""
-    out = state.new_zeros(queries.numel(), state.shape[-1])
-    return out.index_copy(0, plan.rows, state).view(*queries.shape, -1)

@@ -60,12 +60,7 @@ class TargetDrafter(BatchDrafter):
     required_features = "ids"
 
     def draft_forward(
-        self,
-        target: Target,
-        cache: KVCache,
-        ids: Int[Tensor, "B N"],
-        positions: Int[Tensor, "B N"],
-        visible: Bool[Tensor, "B N S"],
+        self, target: Target, cache: KVCache, new: TargetInput
     ) -> Float[Tensor, "B N H"]:
         """Run draft tokens, and append their rows to the cache; see `Target.forward`.
 
@@ -120,8 +115,8 @@ class TargetDrafter(BatchDrafter):
     ) -> Float[Tensor, "B N H"]:
         """Run the tokens of a level after `prefix` committed rows; all rows are visible."""
         target, cache = states[0].target, self.draft_cache(states[0].cache)
-        visible = branch_mask(prefix, ancestors)
-        return self.draft_forward(target, cache, ids, positions, visible)
+        new = TargetInput(ids, positions, branch_mask(prefix, ancestors))
+        return self.draft_forward(target, cache, new)
 
     def run_target(
         self,

@@ -3,8 +3,8 @@
 After each level the drafter has given a row, and nothing is drawn from it yet. Two decisions, each
 from values known before the draw of the token concerned:
 
-    submit    the largest probability of the row says how likely its token is accepted; it is drawn
-              and verified if that pays for one more verified row and what may follow it
+    submit    the drafter's confidence says how likely the token is accepted; it is drawn and
+              verified if that pays for one more verified row and what may follow it
     go on     another level is drafted if, by the mean acceptance of deeper levels and a standard
               error, some number of them adds more tokens than the same seconds yield elsewhere
 
@@ -42,7 +42,7 @@ class ChainGrowth:
 
     Attributes:
         steps: levels that the drafter has computed.
-        confidences: per submitted level and request, the largest probability of the row.
+        confidences: per submitted level and request (`DraftContext.log_confidence`).
         logits: per submitted level.
     """
 
@@ -76,12 +76,15 @@ class ChainGrowth:
             self._end_abstaining(context, depth)
             if depth >= max(self.limits):
                 break
-            row = sampling.probs(logits) if is_sampled else logits
-            confidences = _largest(row, is_sampled)
+            log_q = logits.float().log_softmax(-1)
+            confidences = context.log_confidence(log_q).exp().flatten().tolist()
             if not self.submits(depth + 1, confidences):
                 break
-            token = context.rng.draw(row) if is_sampled else first_argmax(logits)
-            rows += [row] if is_sampled else []
+            if is_sampled:
+                rows.append(sampling.probs(logits))
+                token = context.rng.draw(rows[-1])
+            else:
+                token = first_argmax(logits)
             ids.append(context.vocab.to_target(token))
             self.confidences.append(confidences)
             self.logits.append(logits)
@@ -140,12 +143,3 @@ class ChainGrowth:
             return Draft(tree, None)
         q_rows = [context.vocab.expand(row) for row in rows]
         return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
-
-
-def _largest(row: Row, is_probability: bool) -> list[float]:
-    """Return the largest probability of every prompt's row."""
-    top = row.float().amax(-1)
-    if not is_probability:
-        top = (top - row.float().logsumexp(-1)).exp()
-    values: list[float] = top.flatten().tolist()
-    return values

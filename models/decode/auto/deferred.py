@@ -6,7 +6,7 @@ more than it saves. The next draft begins by absorbing what waits, in pieces of 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafting.drafter import Drafter, LevelIds, State
+from outrider.models.drafting.drafter import Absorbed, Drafter, LevelIds, State
 from outrider.models.interface import Trace
 from outrider.models.target.target import TargetStates
 
@@ -41,7 +41,7 @@ Waiting = Trace | PlainRow
 
 @dataclass
 class Deferred:
-    """A drafter's state, and the verified rows that it has not read yet.
+    """What a drafter has read, and the verified rows that it has not read yet.
 
     Reading them changes the fields, and nothing that the state stands for.
 
@@ -49,13 +49,13 @@ class Deferred:
         rows: number of waiting rows.
     """
 
-    state: State | None
+    absorbed: Absorbed = field(default_factory=Absorbed)
     waiting: tuple[Waiting, ...] = ()
     rows: int = 0
 
     def after(self, new: Waiting, rows: int) -> "Deferred":
         """Return the state after `rows` more rows."""
-        return Deferred(self.state, (*self.waiting, new), self.rows + rows)
+        return Deferred(self.absorbed, (*self.waiting, new), self.rows + rows)
 
 
 class DeferredDrafter(Drafter):
@@ -72,11 +72,12 @@ class DeferredDrafter(Drafter):
         self.taps, self.vocab = drafter.taps, drafter.vocab
         self.max_depth, self.extra_rows = drafter.max_depth, drafter.extra_rows
         self.splits, self.may_abstain = drafter.splits, drafter.may_abstain  # type: ignore[misc]
+        self.calibration = drafter.calibration
         self.read = (0, 0.0)
 
     def absorb_batch(self, states: Sequence[Any], traces: Sequence[Trace]) -> list[State]:
         return [
-            (Deferred(None) if state is None else state).after(trace, trace.ids.shape[1])
+            (Deferred() if state is None else state).after(trace, trace.ids.shape[1])
             for state, trace in zip(states, traces, strict=True)
         ]
 
@@ -85,8 +86,19 @@ class DeferredDrafter(Drafter):
     ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
         if depth == 1:
             self._read_waiting(states)
-            states = [one.state for one in states]
+            states = [one.absorbed.state for one in states]
         return self.inner.step_batch(states, depth, ids, parents)
+
+    def log_confidence(
+        self,
+        log_q: Float[Tensor, "*nodes Vd"],
+        depth: int,
+        hidden: Float[Tensor, "*nodes D"] | None,
+    ) -> Float[Tensor, "*nodes"]:
+        return self.inner.log_confidence(log_q, depth, hidden)
+
+    def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
+        return self.inner.node_hidden(states)
 
     def finish(self, answer: Sequence[int]) -> None:
         self.inner.finish(answer)
@@ -97,9 +109,9 @@ class DeferredDrafter(Drafter):
         while late := [one for one in states if one.waiting]:
             pieces = [_first_rows(one.waiting) for one in late]
             traces = [_joined(piece) for piece in pieces]
-            new = self.inner.absorb_batch([one.state for one in late], traces)
-            for one, piece, trace, state in zip(late, pieces, traces, new, strict=True):
-                one.state, one.waiting = state, one.waiting[len(piece) :]
+            new = self.inner.absorb_next([one.absorbed for one in late], traces)
+            for one, piece, trace, absorbed in zip(late, pieces, traces, new, strict=True):
+                one.absorbed, one.waiting = absorbed, one.waiting[len(piece) :]
                 one.rows -= trace.ids.shape[1]
                 total += trace.ids.shape[1]
         self.read = total, Stopwatch.clock() - start

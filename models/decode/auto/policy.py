@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outrider.conf.errors import ConfigError
-from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
+from outrider.models.decode.acceptance import CALIBRATED, GUESSED, Acceptance, RequestAcceptance
 from outrider.models.decode.auto.auto_rule import auto_rule
 from outrider.models.decode.auto.chain_growth import ChainGrowth
 from outrider.models.decode.auto.choice import ChainCosts, Choice, chain_shape
@@ -36,7 +36,7 @@ from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, BoundRule, bind_rule, check_draft
 from outrider.models.decode.tree import Tree
-from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.drafter import Absorbed, Drafter
 from outrider.models.target.target import Target, TargetStates
 
 LEAST_ROWS = 512  # of the texts that costs are measured for: longer ones may come
@@ -63,7 +63,6 @@ class Auto:
     width: int = 4
     draft: str = BEST
     eps: float = 0.03
-    shared: Acceptance = field(default_factory=Acceptance)
     file: Path | None = None
     first_plain: int = 3
     notes: list[str] = field(default_factory=list)
@@ -74,6 +73,7 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
+        self.shared = Acceptance()
         self._drafter: DeferredDrafter | None = None
         self._round: Round | None = None
         self._running: Sequence[ActiveRequest] = ()
@@ -107,8 +107,10 @@ class Auto:
                 "round, so that it cannot be turned off."
             )
             raise ConfigError("decode", "auto", why, "Use decode=chain.")
-        if self._drafter is not None and self._drafter.inner is not drafter:
-            self.controller = None  # its costs are those of the other drafter
+        if self._drafter is None or self._drafter.inner is not drafter:
+            self.controller = None  # its costs are those of another drafter
+            calibrated = drafter.calibration is not None and self.draft == BEST
+            self.shared = Acceptance(CALIBRATED if calibrated else GUESSED)
         self._drafter = DeferredDrafter(drafter, self.settle)
         return self._drafter
 
@@ -163,7 +165,8 @@ class Auto:
         """
         for slot, one in enumerate(active):
             row = PlainRow(*one.out.ids[-2:], prefix[slot], slot, states)
-            one.state = one.state.after(row, 1)
+            rows, state = one.absorbed
+            one.absorbed = Absorbed(rows + 1, state.after(row, 1))
 
     def propose(self, context: DraftContext) -> Draft:
         """Plan a round by its candidates, and draft it."""
