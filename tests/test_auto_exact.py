@@ -62,8 +62,10 @@ def law_of_plain(prompt: Sequence[int], length: int = LENGTH) -> Law:
 
 def times(row: float, level: float) -> MeasuredTimes:
     """A step of 1 ms, `row` more per verified row and `level` per level of a draft."""
-    verified = {(n, b, 64): 1 + row * b * (n - 1) for n in (1, 9) for b in (1, 2)}
-    drafted = {(w, d, b, 64): level * d for w in (1, 4) for d in (1, 8) for b in (1, 2)}
+    verified, drafted = dict[tuple[int, ...], float](), dict[tuple[int, ...], float]()
+    for b in (1, 2):
+        verified |= {(n, b, 64): 1 + row * b * (n - 1) for n in (1, 9)}
+        drafted |= {(w, d, b, 64): level * d for w in (1, 4) for d in (1, 8)}
     return MeasuredTimes(
         "a toy",
         TimeGrid({"tokens": (1, 9), "batch": (1, 2), "context": (64,)}, verified),

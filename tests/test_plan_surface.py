@@ -53,7 +53,9 @@ class FakeTimes(MeasuredTimes):
     def assumptions(self) -> tuple[str, ...]:
         return ("Times are fake.",)
 
-    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+    def parts(
+        self, shape: DraftShape, batch: int, context: int, extrapolate: bool = False
+    ) -> RoundCost:
         times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, 0.5 if shape.depth else 0.0
         return RoundCost(*(self.factor * time for time in times))
 

@@ -7,9 +7,9 @@ slot at once; prompts of one length that start together are read in one forward.
 every tree is only the root, which is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
-drafter state, and padding is masked. Two things change the sampled answer of a seed, never its
-distribution, since drafts decide how random numbers are used: the answers before it, with a drafter
-that learns from them (`Drafter.finish`), and the times of rounds, with decode=auto.
+drafter state, and padding is masked. Two things change a seed's sampled answer, not its
+distribution, since drafts decide how random numbers are used: earlier answers, with a drafter that
+learns from them (`Drafter.finish`), and the times of rounds, with decode=auto.
 
 Shape letters: B requests, N nodes, V tokens.
 """
@@ -82,8 +82,7 @@ class Engine:
                 fit the policy's drafts.
         """
         self.auto = policy if isinstance(policy, Auto) else None
-        if self.auto is not None and drafter is not None:
-            drafter = self.auto.wrap(drafter)
+        drafter = drafter if self.auto is None or drafter is None else self.auto.wrap(drafter)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab_size)
         self.stops, self.keep_gaps, self.timed = stops or Stops(), keep_gaps, timed
@@ -313,8 +312,8 @@ class Engine:
         self._set_taps()
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)
-        skips = self.drafter is None or (self.auto is not None and not self.auto.drafts(active))
-        draft, drafted = self._draft(active, times, skips)
+        skips = self.auto is not None and not self.auto.drafts(active)
+        draft, drafted = (self._no_draft(active), ()) if skips else self._draft(active, times)
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
         watch.lap()  # building the tree and its mask counts as overhead
@@ -346,12 +345,11 @@ class Engine:
         return counts
 
     def _draft(
-        self, active: list[ActiveRequest], times: RoundTimes, skips: bool
+        self, active: list[ActiveRequest], times: RoundTimes
     ) -> tuple[Draft, Sequence[State]]:
         """Return the draft, and the drafter's states after its last step."""
-        if skips or self.drafter is None or self.policy is None:
-            newest = [[one.out.ids[-1]] for one in active]
-            return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None), ()
+        if self.drafter is None or self.policy is None:
+            return self._no_draft(active), ()
         rng = NO_RANDOMNESS  # draws need not check: verification refuses tokens of NaN rows
         if self.policy.draft in SAMPLED_DRAFTS:
             rng = self.verifier.random_source(check_mass=False)
@@ -365,6 +363,10 @@ class Engine:
             return self.policy.propose(context), context.states
         except EmptyDistribution as error:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
+
+    def _no_draft(self, active: list[ActiveRequest]) -> Draft:
+        newest = torch.tensor([one.out.ids[-1:] for one in active], device=self.target.device)
+        return Draft(Tree.chain(newest), None)
 
     def _adjusted(self, logits: Rows, tree: Tree, first: int = 0) -> Rows:
         """Apply penalties and bans, each node with its own text."""
