@@ -6,17 +6,31 @@ embedded target in, and `models/adapt.py` replaces them as soon as the target is
 
 import dataclasses
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 TINY_LENGTH, LENGTH = 256, 1024  # data.max_length of data=tiny, and of other text
 LEARNING_RATE = 3.5e-3  # train.lr for the embedded target
 DEPTHS = {"chain": 3, "opt_tree": 8, "auto": 8}  # decode.depth
 TREE_DEPTH = 4  # of the other policies
+MUON_DRAFTERS = ("eagle3",)  # docs/benchmarks.md has what it gained
+MUON_RATE = 3.0  # its train.optimizer.rate
 
 
 def automatic_depth(policy: str) -> int:
     """Return the depth of a policy's drafts if the drafter's is at least as large."""
     return DEPTHS.get(policy, TREE_DEPTH)
+
+
+def automatic_optimizer(drafter: object, launch: object) -> dict[str, Any]:
+    """Return name and rate of the optimizer of a drafter under a launch, by their names.
+
+    torch has Muon since version 2.9; ZeRO divides matrices, which Muon needs whole.
+    """
+    torch = tuple(int(part) for part in version("torch").split(".")[:2])
+    if drafter in MUON_DRAFTERS and not str(launch).startswith("zero") and torch >= (2, 9):
+        return {"name": "muon", "rate": MUON_RATE}
+    return {"name": "adamw", "rate": 1.0}
 
 
 def adjust(settings: Any, name: str, value: Any) -> bool:
@@ -62,4 +76,8 @@ def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:
         if name in groups.get(group, {}) and groups[group][name] is None:
             groups[group][name] = default
             keys.append(key)
+    train = groups.get("train", {})
+    if train.get("optimizer", {}) in (None, {"name": None}):
+        train["optimizer"] = automatic_optimizer(names.get("drafter"), names.get("launch"))
+        keys.append("train.optimizer")
     return tuple(keys)

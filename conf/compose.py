@@ -6,6 +6,7 @@ compose. Hydra's exceptions become `ConfigError`.
 """
 
 import copy
+import dataclasses
 import functools
 import io
 import json
@@ -13,11 +14,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -26,6 +28,7 @@ from yaml import YAMLError
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_plain, convert, from_dict, leaf_fields, unknown_key
+from outrider.conf.plugins import OWN_PART, require_loaded
 from outrider.conf.short_forms import OPTIMIZER, SHORT_FORMS, config_words, expand
 
 T = TypeVar("T")
@@ -36,6 +39,16 @@ OF_ONE_POLICY = tuple(  # settings of a draft's shape
 )
 VALUE = re.compile(r"\w+(\.\w+)+=")  # the beginning of an override that is no choice of a group
 YAML_BYTES, YAML_DEPTH = 1 << 18, 32  # of a saved configuration, which has 5 KB and 4 levels
+
+
+class AddedChoice(NamedTuple):
+    """A choice without a file."""
+
+    values: dict[str, Any]
+    meanings: dict[str, str]  # full key -> its meaning
+
+
+ADDED: dict[str, AddedChoice] = {}  # "drafter/mine" -> what a plugin registered
 
 
 def compose(overrides: Sequence[str] = (), root: str = "train") -> DictConfig:
@@ -175,11 +188,18 @@ def read_yaml(file: Path, fix: str) -> DictConfig:
 
 
 def read_overrides(file: str) -> list[str]:
-    """Return the overrides of a user's yaml file (`--config FILE`): see `config_words`."""
+    """Return the overrides of a user's yaml file (`--config FILE`): see `config_words`.
+
+    It may be the config.yaml of a run: the plugins that it records must be named by the user.
+    """
     fix = "Write groups and keys: `drafter: eagle3`, and `train:` with `lr: 1e-4` below it."
     if not Path(file).expanduser().is_file():
         raise ConfigError("--config", file, "There is no such file.", fix)
     values = to_container(read_yaml(Path(file).expanduser(), fix), resolve=False)
+    run = values.get("run")
+    if isinstance(run, dict) and isinstance(recorded := run.get("plugins"), list):
+        del run["plugins"]
+        require_loaded(recorded)
     return config_words(values, {group: choices(group) for group in groups()})
 
 
@@ -204,8 +224,27 @@ def default_choices(root: str) -> dict[str, str | None]:
 
 
 def choices(group: str) -> list[str]:
-    """Return the files of a group, sorted: ["hf", "smollm2", "tiny"] of "target"."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    """Return the choices of a group, sorted: ["hf", "smollm2", "tiny"] of "target"."""
+    added = [name.rpartition("/")[2] for name in ADDED if name.rpartition("/")[0] == group]
+    return sorted([*(path.stem for path in (CONF / group).glob("*.yaml")), *added])
+
+
+def add_choice(group: str, settings: Any, **values: Any) -> None:
+    """Add a choice to a group, as a file of its name would: of a part that a plugin registers.
+
+    Args:
+        settings: a dataclass object with the values of its keys; `name` is the choice.
+        values: of keys whose value is another one, such as null.
+    """
+    plain = to_container(OmegaConf.create({**dataclasses.asdict(settings), **values}))
+    meanings = {
+        key: data.get("help", "")
+        for key, _, data in leaf_fields(type(settings), group.replace("/", "."))
+    }
+    ADDED[f"{group}/{settings.name}"] = AddedChoice(plain, meanings)
+    ConfigStore.instance().store(settings.name, OmegaConf.create(plain), group)
+    for cached in (_composed, default_values, _file_values, known_keys):
+        cached.cache_clear()
 
 
 def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -233,6 +272,8 @@ def default_values(root: str) -> Mapping[str, Any]:
 
 @functools.cache
 def _file_values(root: str) -> dict[str, Any]:
+    if root in ADDED:
+        return ADDED[root].values
     node = OmegaConf.load(CONF / f"{root}.yaml")
     assert isinstance(node, DictConfig), "a file of conf/ is a mapping"
     return to_container(node, resolve=False)
@@ -320,8 +361,7 @@ def trainable(group: str) -> list[str]:
 
 def drafter_keys(name: str) -> set[str]:
     """Return the keys of a drafter's yaml, which has `loss` if the drafter is trained."""
-    node: Any = OmegaConf.load(CONF / "drafter" / f"{name}.yaml")
-    return set(map(str, node))
+    return set(_file_values(f"drafter/{name}"))
 
 
 def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigError:
@@ -331,7 +371,8 @@ def _translate(error: Exception, overrides: Sequence[str], root: str) -> ConfigE
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         if group in values:
             other = "; or a path or name" if group in SHORT_FORMS else ""
-            fix = f"Use one of: {', '.join(trainable(group))}{other}."
+            own = f" {OWN_PART}" if group in ("drafter", "decode") else ""
+            fix = f"Use one of: {', '.join(trainable(group))}{other}.{own}"
             return ConfigError(group, choice, f"The group {group} has no such choice.", fix)
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     quoted = (name.lstrip("+~").partition("=")[0] for name in re.findall("'([^']+)'", message))

@@ -19,9 +19,7 @@ class AutoConfig:
 class DecodeConfig:
     """Shape of a draft, verification and sampling."""
 
-    name: Literal["chain", "static_tree", "sampled_tree", "dynamic_tree", "opt_tree", "auto"] = (
-        option("chain", "draft policy (choose with decode=...)")
-    )
+    name: str = option("chain", "draft policy (choose with decode=...)")
     depth: int = option(3, "draft tokens along one path; null: as far as the drafter can", DEPTHS)
     width: int = option(1, "children per node, and nodes expanded per level", NODES)
     nodes: int = option(3, "draft tokens that the target verifies in one forward", NODES)
@@ -59,7 +57,7 @@ class DecodeConfig:
 
     @property
     def kind(self) -> str:
-        """The policy's kind: chain, static_tree, dynamic_tree or auto."""
+        """The kind: chain, static_tree, dynamic_tree, auto, or the name of a registered policy."""
         return {"sampled_tree": "static_tree", "opt_tree": "dynamic_tree"}.get(self.name, self.name)
 
     @property

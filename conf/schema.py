@@ -25,6 +25,9 @@ class RunConfig:
 
     dir: str = option("runs/eagle3-tiny", "folder of the run: checkpoints, drafter, logs, reports")
     seed: int = option(0, "seed of data order, noise, sampling, initialisation", "[0, 4294967295]")
+    plugins: tuple[str, ...] = option(
+        (), "modules or .py files that register parts of your own: [mine.py]"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

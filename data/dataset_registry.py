@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.conf.plugins import Registry
+
 TINY = Path(__file__).parent / "tiny" / "prompts.jsonl"
 GENERAL = Path(__file__).parent / "prompts" / "eval.jsonl"
 COPYING = Path(__file__).parent / "prompts" / "copying.jsonl"
@@ -48,7 +50,7 @@ class DatasetSpec:
         return {**record, **fields}
 
 
-DATASETS = {
+DATASETS: Registry[DatasetSpec] = Registry("data set", DatasetSpec, {
     "sharegpt": DatasetSpec(
         "Aeala/ShareGPT_Vicuna_unfiltered", "Apache-2.0, text by users and ChatGPT",
         file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
@@ -60,8 +62,8 @@ DATASETS = {
     ),
     "gsm8k": DatasetSpec("openai/gsm8k", "MIT", split="train", subset="main"),
     "code": DatasetSpec("ise-uiuc/Magicoder-Evol-Instruct-110K", "Apache-2.0", split="train"),
-}  # fmt: skip
-SUITES = {
+})  # fmt: skip
+SUITES: Registry[DatasetSpec] = Registry("prompt suite", DatasetSpec, {
     "outrider": DatasetSpec(str(GENERAL), "Apache-2.0", category="category"),
     "copying": DatasetSpec(str(COPYING), "Apache-2.0", category="category"),
     "tiny": DatasetSpec(str(TINY), "Apache-2.0", category="category"),
@@ -98,4 +100,4 @@ SUITES = {
         "HuggingFaceH4/MATH-500", "MIT", split="test",
         prompt_format="{problem}", id="unique_id", category="subject",
     ),
-}  # fmt: skip
+})  # fmt: skip

@@ -16,8 +16,10 @@ from typing import Any, TextIO
 
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import check_depth, open_regular
+from outrider.conf.plugins import OWN_PART, Registry
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+TEXT = (".jsonl", ".json", ".csv")
+SUFFIXES = (*TEXT, ".parquet")
 BOM = b"\xef\xbb\xbf"
 BYTE_ORDER_MARKS = {
     b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
@@ -48,6 +50,9 @@ class BadRowPolicy:
         self.on_skip()
 
 
+Reader = Callable[[Path, BadRowPolicy], Iterator[dict[str, Any]]]
+
+
 def read_records(
     path: str | Path, *, key: str = "data.path", policy: BadRowPolicy | None = None
 ) -> Iterator[dict[str, Any]]:
@@ -64,27 +69,40 @@ def read_records(
     """
     file, policy = Path(path).expanduser(), policy or BadRowPolicy()
     _check_file(file, path, key)
-    if file.suffix == ".parquet":
-        return _parquet_rows(file, policy)
-    if file.suffix == ".csv":
-        return _csv_rows(file, policy)
-    if file.suffix == ".json" and _head(file).removeprefix(BOM).lstrip()[:1] == b"[":
+    rows = READERS[file.suffix](file, policy)
+    return rows if file.suffix in SUFFIXES else _checked_rows(rows, file)
+
+
+def _json_rows(file: Path, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
+    if _head(file).removeprefix(BOM).lstrip()[:1] == b"[":
         return _array_elements(file, policy)
     return _json_lines(file, policy)
 
 
+def _checked_rows(rows: Iterator[dict[str, Any]], file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a registered reader; its exceptions become a RunError."""
+    try:
+        for row in rows:
+            yield _require_object(row)
+    except RunError:
+        raise
+    except Exception as error:  # of any kind: it is the user's code
+        why = f"The reader of {file.suffix} failed on {file}: {type(error).__name__}: {error}"
+        raise RunError(why, "Correct the reader, or the file.") from error
+
+
 def _check_file(file: Path, path: str | Path, key: str) -> None:
     """Raise ConfigError for a file that cannot hold rows."""
-    why, fix = "", f"Give a file that ends in {', '.join(SUFFIXES)}."
+    why, fix = "", f"Give a file that ends in {', '.join(READERS)}. {OWN_PART}"
     if not file.exists():
         why = "There is no such file."
     elif not file.is_file():
         why = "It is not a regular file."
-    elif file.suffix not in SUFFIXES:
+    elif file.suffix not in READERS:
         why = f"A file that ends in {file.suffix or 'no suffix'} is not read."
     elif file.stat().st_size == 0:
         why, fix = "The file is empty.", "Check that it was written completely."
-    elif file.suffix != ".parquet" and (wide := _wide_encoding(_head(file))):
+    elif file.suffix in TEXT and (wide := _wide_encoding(_head(file))):
         why = f"This file is {wide}, and UTF-8 is read."
         fix = f"iconv -f {wide} -t UTF-8 {file.name} > new{file.suffix}"
     if why:
@@ -252,3 +270,10 @@ def _require_object(value: Any) -> dict[str, Any]:
 
 def _unreadable(file: Path, line: int, reason: object, skip: str = "") -> RunError:
     return RunError(f"{file}, line {line}: {reason}", f"Repair or remove that record{skip}.")
+
+
+OWN_READERS: dict[str, Reader] = {
+    ".jsonl": _json_lines, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows,
+}  # fmt: skip
+# by the end of a file's name
+READERS: Registry[Reader] = Registry("row reader", Callable, OWN_READERS, pattern=r"\.[a-z0-9]+")

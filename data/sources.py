@@ -22,7 +22,7 @@ from outrider.conf.schema import DataConfig
 from outrider.conf.shown_text import mask_address, mask_credentials
 from outrider.data.columns import rename_columns
 from outrider.data.dataset_registry import CATEGORY_COLUMNS, DATASETS, SUITES, DatasetSpec
-from outrider.data.readers import SUFFIXES, BadRowPolicy, read_records
+from outrider.data.readers import READERS, BadRowPolicy, read_records
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 ADDRESS = re.compile(r"https?://")
@@ -48,7 +48,7 @@ class Source:
     def local_path(self) -> Path | None:
         """Return the file or folder on this machine, if it is one."""
         path = Path(self.location).expanduser()
-        return path if path.exists() or (path.suffix in SUFFIXES and not self.remote) else None
+        return path if path.exists() or (path.suffix in READERS and not self.remote) else None
 
     @property
     def remote(self) -> bool:

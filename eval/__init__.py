@@ -19,7 +19,7 @@ MODULES = {
     "Chain": "models.decode.policy",
     "DynamicTree": "models.decode.dynamic_tree",
     "StaticTree": "models.decode.static_tree",
-    "bind_rule": "models.decode.rule_table",
+    "bind_rule": "models.decode.rules.rule_table",
 }
 
 

@@ -25,21 +25,16 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
-from outrider.conf.json_shapes import read_object
 from outrider.conf.schema import Config
 from outrider.conf.tensor_files import fingerprint
+from outrider.eval.calibration_file import FILE, FORMAT
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
-from outrider.models.drafting.calibration import Bin, Calibration
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
 from outrider.train.teacher import TargetHead
 
-FILE, FORMAT = "calibration.json", "outrider-calibration-1"
 BINS = 10
-BIN = {"from, confidence, right": float, "guesses": int}
-DEPTH = {"depth, guesses": int, "error": float, "bins": [BIN]}
-CALIBRATION = {"format": FORMAT, "report, drafter": str, "depths": [DEPTH]}
 
 
 def calibrate(config: Config, reports: dict[str, Report], console: Console) -> None:
@@ -102,26 +97,3 @@ def depth_summaries(sums: Float[Tensor, "D bins 3"]) -> list[dict[str, Any]]:
         error = sum(abs(total - correct) for _, total, correct in bins) / max(1, count)
         depths.append({"depth": depth, "guesses": int(count), "error": error, "bins": rows})
     return depths
-
-
-def attach_calibration(drafter: Drafter, folder: Path) -> None:
-    """Give a drafter the calibration beside it, if it was measured with the same weights.
-
-    Args:
-        folder: of the drafter; of a run's own, the file is in the run's folder.
-    """
-    found = read_calibration(folder) or read_calibration(folder.parent)
-    if found is None or found["drafter"] != fingerprint(drafter.state_dict()):
-        return
-    depths = [
-        [Bin(one["confidence"], one["guesses"], one["right"]) for one in depth["bins"]]
-        for depth in found["depths"]
-        if depth["bins"]  # short answers have no guess at the deepest ones
-    ]
-    drafter.calibration = Calibration(depths) if depths else None
-
-
-def read_calibration(folder: Path) -> dict[str, Any] | None:
-    """Read what `calibrate` wrote; None without the file, a CorruptFile in another format."""
-    fix = f"Measure it again: outrider report run.dir={folder} report.measure=true"
-    return read_object(folder / FILE, fix, CALIBRATION) if (folder / FILE).is_file() else None

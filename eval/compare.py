@@ -104,7 +104,7 @@ def ranking(runs: Sequence[RunResults]) -> list[str]:
     """
     if len(runs) < 2:
         return []
-    names, (metrics, reasons) = [run.folder.name for run in runs], _ranked_decodings(runs)
+    names, (metrics, reasons) = [run.name for run in runs], _ranked_decodings(runs)
     lines = [
         f"ranked by {metric} of {label} on the same prompts: "
         + _order(names, [newest_report(run, label)[metric] or 0.0 for run in runs])
@@ -119,7 +119,7 @@ def ranking(runs: Sequence[RunResults]) -> list[str]:
         return [f"ranked by {how} ({'; '.join(reasons)}): {_order(names, values)}"]
     if len({run.target for run in runs}) > 1:
         reasons.append("the targets differ")
-    elif without := [run.folder.name for run in runs if "accept_length" not in run.own]:
+    elif without := [run.name for run in runs if "accept_length" not in run.own]:
         reasons.append(f"no acceptance on the target's own text in {', '.join(without)}")
     else:
         reasons.append("acceptance on the target's own text is for different depths")
@@ -204,7 +204,7 @@ def _table(title: str, runs: Sequence[RunResults], columns: Sequence[ComparisonF
         table.add_column(column.name, justify="right")
     cells = [list(_cells(column, runs)) for column in columns]
     for i, run in enumerate(runs):
-        names = run.folder.name, run.drafter, run.lr
+        names = run.name, run.drafter, run.lr
         table.add_row(*names, *(column[i] for column in cells))
     return table
 

@@ -20,6 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Unpack
+
 from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict
@@ -27,11 +29,12 @@ from outrider.conf.schema import Config, DrafterSettings, TargetConfig, Untraine
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.auto_policy import policy_beside
-from outrider.eval.calibration import attach_calibration
+from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
 from outrider.eval.rank_tables import tables_beside
 from outrider.eval.requests import (
     PLAIN,
+    GenerationOptions,
     GenerationSettings,
     Prompt,
     check_budget,
@@ -115,6 +118,8 @@ class Decoder:
     def from_run(cls, path: str | Path, policy: str | Policy = "chain") -> "Decoder":
         """Load the target and the drafter of a finished run.
 
+        A run that used plugins needs them: call `load_plugins` before.
+
         Raises:
             RunError, ConfigError: the folder has no finished run, or its target is not found.
         """
@@ -190,16 +195,15 @@ class Decoder:
 
     # ---- generation ----
 
-    def generate(self, prompt: Prompt, max_new_tokens: int = 256, **how: Any) -> Result:
+    def generate(
+        self, prompt: Prompt, max_new_tokens: int = 256, **how: Unpack[GenerationOptions]
+    ) -> Result:
         """Generate one answer.
 
         Args:
             prompt: token ids; text, tokenised without a template; or messages, for the chat
                 template (strings are of user and assistant alternating).
-            **how: temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
-                frequency_penalty, banned (token ids), seed, stop (strings), policy, rule (above
-                temperature 0: a name from the table in docs/decoding.md, or a result of
-                `bind_rule`; None: the policy's lossless default).
+            **how: see `GenerationOptions`.
 
         Raises:
             RunError: the prompt is invalid, empty, too long for the target, or has unknown tokens.
@@ -209,7 +213,12 @@ class Decoder:
         return list(self.stream(prompt, max_new_tokens, **how))[-1].result
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], max_new_tokens: int = 256, *, batch: int = 8, **how: Any
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 256,
+        *,
+        batch: int = 8,
+        **how: Unpack[GenerationOptions],
     ) -> list[Result]:
         """Decode `batch` prompts together; the n-th answer is that of `generate` with seed + n.
 
@@ -226,14 +235,14 @@ class Decoder:
         return [self.result(out, setting) for out in engine.generate_all(requests, batch)]
 
     def stream(
-        self, prompt: Prompt, max_new_tokens: int = 256, **how: Any
+        self, prompt: Prompt, max_new_tokens: int = 256, **how: Unpack[GenerationOptions]
     ) -> Generator[Piece, None, None]:
         """Generate one answer and yield a piece after every round; arguments as for `generate`."""
         setting = GenerationSettings.of(how)
         request = Request(self.ids(prompt), check_budget(max_new_tokens), setting.seed)
         return self._stream(request, setting)
 
-    def chat(self, **how: Any) -> "Chat":
+    def chat(self, **how: Unpack[GenerationOptions]) -> "Chat":
         """Start a dialogue with settings as for `generate`; its turns reuse earlier caches."""
         return Chat(self, GenerationSettings.of(how))
 
@@ -331,12 +340,12 @@ class Chat:
         self.messages: list[Message] = []  # a system message may be inserted before the first turn
         self._caches: Caches = {True: DialogueCache(), False: DialogueCache()}
 
-    def say(self, text: str, max_new_tokens: int = 256, **how: Any) -> Result:
+    def say(self, text: str, max_new_tokens: int = 256, **how: Unpack[GenerationOptions]) -> Result:
         """Generate the answer to the next message; `how` are settings of this turn only."""
         return list(self.stream(text, max_new_tokens, **how))[-1].result
 
     def stream(
-        self, text: str, max_new_tokens: int = 256, **how: Any
+        self, text: str, max_new_tokens: int = 256, **how: Unpack[GenerationOptions]
     ) -> Generator[Piece, None, None]:
         """Generate the answer piece by piece.
 

@@ -262,6 +262,7 @@ class Measurement:
             "target": self.target.name,
             "policy": decode.name,
             "depth": self.depth,
+            "trained_depths": config.drafter.depths if self.drafter.is_trained else None,
             "draft": self.policy.draft,
             "verify": self.rule if decode.temperature else "greedy",
             "lossy": decode.temperature > 0 and RULES[self.rule].lossy,

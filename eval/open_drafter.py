@@ -11,7 +11,7 @@ from outrider.conf.files import sha256_of
 from outrider.conf.schema import Config, UntrainedConfig
 from outrider.conf.searched import SearchedConfig
 from outrider.data.target_fit import load_fitting_target
-from outrider.eval.calibration import attach_calibration
+from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.hub import DRAFTER_FILES, fetch
 from outrider.models import drafters, formats
 from outrider.models.drafting.drafter import Drafter

@@ -37,6 +37,7 @@ REPORT = PART | {  # `<out>.json`
     "format": FORMAT, "drafter, target, policy, dtype, device": str, "exact_note": str,
     "temperature": float, "depth, nodes, threads, max_new_tokens": int, "width?, seed?": int,
     "draft?, verify?": str, "lossy?": bool, "target_changed?": object,
+    "trained_depths?": (int, None),
     "fingerprints": {"target, drafter, template, prompts": str},
     "exact": (bool, None), "forecast": RATE, "categories": {str: PART},
     "mismatches": [
@@ -116,6 +117,18 @@ class Report:
         cause = "MORE THAN ROUNDING" if self.exceeds_rounding else rounding
         gap = f"largest top-2 gap there {largest:.3g} logits"
         return f"{wrong} of {count} answers differ from plain decoding: {cause}, {gap}"
+
+    def beyond_training(self) -> str:
+        """Return what drafts deeper than `drafter.depths` are accepted with; "" without any."""
+        trained, rates = self.setting.get("trained_depths"), self.summary.cond_at
+        if trained is None or not 0 < trained < len(rates):
+            return ""
+        deeper = ", ".join(format_number(rate) for rate in rates[trained:])
+        return (
+            f"decode.depth={len(rates)} exceeds drafter.depths={trained}: after accepted parents, "
+            f"draft tokens {trained + 1} to {len(rates)} are accepted with {deeper}; "
+            f"token {trained} with {format_number(rates[trained - 1])}"
+        )
 
     def verdict(self) -> str:
         """Return one line: whether it is faster, by how much, and whether the text is the same."""

@@ -72,6 +72,8 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
         console.print(message, style="yellow")
     console.print(speed_table(report, in_full))
     console.print(_acceptance_table(total, len(total.accept_at) if in_full else SHOWN_DEPTHS))
+    if note := report.beyond_training():
+        console.print(note, style="yellow")
     console.print(_time_table(total, in_full))
     if in_full and report.theory is not None:
         console.print(_theory_table(total, report.theory))

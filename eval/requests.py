@@ -4,7 +4,7 @@ import difflib
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict
 
 import numpy as np
 from jaxtyping import Int
@@ -76,9 +76,38 @@ def check_budget(max_new_tokens: Any) -> int:
     return budget
 
 
+class GenerationOptions(TypedDict, total=False):
+    """Keywords of `Decoder.generate` and its like; their defaults are in `GenerationSettings`.
+
+    Attributes:
+        temperature: 0 is greedy, 1 the target's own distribution.
+        top_p: nucleus sampling: probability mass kept.
+        top_k: most likely tokens kept; 0: all.
+        min_p: smallest probability kept, relative to the top-1's.
+        banned: token ids that are never generated.
+        stop: strings that end an answer.
+        policy: a name of conf/decode/, a policy object, or "plain"; None: the decoder's.
+        rule: above temperature 0: a name from the table in docs/decoding.md, or a result of
+            `bind_rule`; None: the policy's lossless default.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    banned: Sequence[int]
+    stop: str | Sequence[str]
+    seed: int
+    policy: str | Policy | None
+    rule: str | VerifyFn | None
+
+
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of one call; see `Decoder.generate`.
+    """Settings of one call; see `GenerationOptions`.
 
     Raises:
         TypeError: a value of a wrong type.

@@ -35,7 +35,13 @@ QUICK_PROMPTS = 8  # of the report at the end of training
 
 
 def evaluate(config: Config, explain: bool = False) -> int:
-    """Run `outrider eval`: measure a run's drafter, or a published one; print and write the report.
+    """Run `outrider eval`. Returns the exit code, 0."""
+    evaluated(config, explain)
+    return 0
+
+
+def evaluated(config: Config, explain: bool = False) -> dict[str, Report]:
+    """Measure a run's drafter, or a published one; print, write and return the reports by name.
 
     Args:
         explain: print every table and the definitions of the metrics, too.
@@ -57,11 +63,10 @@ def evaluate(config: Config, explain: bool = False) -> int:
         warn_of_another_template(folder, config, loaded.tokenizer, console)
         suite = drop_contaminated(config, suite, console)
     _patch_target(drafter, loaded.target, console)
-    for _ in _print_reports(config, loaded, drafter, about, suite, console, explain):
-        pass
+    reports = dict(_print_reports(config, loaded, drafter, about, suite, console, explain))
     if explain:
         explain_metrics(console)
-    return 0
+    return reports
 
 
 def warn_of_another_template(run: Path, config: Config, tokenizer: Any, console: Console) -> None:

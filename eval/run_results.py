@@ -19,6 +19,7 @@ class RunResults(NamedTuple):
         reports: by name.
         own: predicted acceptance on text of the target's own; {} if it was not measured.
         settings: those of the run that are known.
+        name: its folder, with as many folders above it as tell the runs of a comparison apart.
     """
 
     folder: Path
@@ -26,6 +27,7 @@ class RunResults(NamedTuple):
     reports: dict[str, dict[str, Any]]
     own: dict[str, float]
     settings: dict[str, Any]
+    name: str
 
     @property
     def drafter(self) -> str:
@@ -68,7 +70,22 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[RunResults], list[RunError], 
             raise _no_report(path)
     if not runs and not searches:
         raise without[0]
+    names = distinct_names([run.folder for run in runs])
+    runs = [run._replace(name=name) for run, name in zip(runs, names, strict=True)]
     return runs, without, searches
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return the last parts of every folder, as many as tell folders of one name apart."""
+    parts = [folder.absolute().parts for folder in folders]
+    out = list[str]()
+    for own in parts:
+        others = [other for other in parts if other != own]
+        count = 1
+        while count < len(own) and any(other[-count:] == own[-count:] for other in others):
+            count += 1
+        out.append("/".join(own[-count:]))
+    return out
 
 
 def all_reports(runs: Sequence[RunResults]) -> dict[str, dict[str, Any]]:
@@ -84,7 +101,8 @@ def read_results(run: Path) -> RunResults:
     reports = {file.stem: read_fields(file) for file in sorted((run / "eval").glob("*.json"))}
     manifest, training = read_manifest(run) or {}, read_training(run)
     settings = manifest.get("config", {})
-    return RunResults(run, training, reports, _own_metrics(manifest, training), settings)
+    own = _own_metrics(manifest, training)
+    return RunResults(run, training, reports, own, settings, run.absolute().name)
 
 
 def _own_metrics(manifest: dict[str, Any], training: dict[str, Any] | None) -> dict[str, float]:

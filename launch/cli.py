@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
+from outrider.conf.plugins import load_plugins, named_plugins
 from outrider.conf.shown_text import escape_library_output, for_terminal
 from outrider.launch.verbs import BENCHES, DECODING, VERBS, Verb
 
@@ -79,8 +80,11 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
 
 
 def _dispatch(name: str, words: list[str], program: str) -> int:
-    """Handle --help, --config, --multirun, --cfg and --explain, then call the verb."""
+    """Import plugins, handle --help, --config, --multirun, --cfg, --explain, and call the verb."""
     verb = VERBS[name]
+    load_plugins(named_plugins(words))  # of the command line, not of the file of --config
+    if not verb.root:
+        words = [word for word in words if not named_plugins([word])]
     words = _read_config(words)
     options = {word for word in words if word.startswith("-")}
     overrides = [word for word in words if not word.startswith("-")]
@@ -96,7 +100,7 @@ def _dispatch(name: str, words: list[str], program: str) -> int:
     if options & cfg:
         from outrider.conf.schema import to_yaml
 
-        config = _config(name, [word for word in overrides if word != "job"])
+        config = command_config(name, [word for word in overrides if word != "job"])
         return _print(to_yaml(config).rstrip())
     if name == "bench":
         return int(_benchmark(overrides).load()(overrides[1:]))
@@ -160,13 +164,13 @@ def _arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         words = [word.replace("engine.python=", "engine_python=", 1) for word in words]
         settings, words = verb_group(VERB_GROUPS[verb.group], verb.group, words)
         own.append(settings)
-    config = _config(name, words)
+    config = command_config(name, words)
     check_files(config, *verb.files)
     check_places(config, trains=verb.root == "train")
     return config, *own
 
 
-def _config(name: str, overrides: list[str]) -> Config:
+def command_config(name: str, overrides: list[str]) -> Config:
     """Compose and validate the configuration of a verb; of a run folder with root eval."""
     from outrider.conf.compose import compose
     from outrider.conf.schema import UntrainedConfig

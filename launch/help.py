@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.conf.command_settings import SERVE_NOTE, VERB_GROUPS
-from outrider.conf.compose import CONF, choices, default_values, flatten, groups, trainable
+from outrider.conf.compose import ADDED, CONF, choices, default_values, flatten, groups, trainable
 from outrider.conf.console import Console
 from outrider.conf.fields import describe_interval, leaf_fields
 from outrider.conf.schema import GROUPS
@@ -154,6 +154,9 @@ def schema_keys(schema: type, prefix: str) -> Iterator[KeyHelp]:
 def yaml_keys(group: str, choice: str) -> Iterator[KeyHelp]:
     """Yield the keys of a yaml file, nested ones too; the comment after a value is its meaning."""
     parent = group
+    if added := ADDED.get(f"{group}/{choice}"):
+        yield from (KeyHelp(key, meaning) for key, meaning in added.meanings.items())
+        return
     for line in (CONF / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines():
         match = re.match(r"(  )?([a-z]\w*):([^#]*)(?:# (.*))?", line)
         if match and (match[1] or match[3].strip()):

@@ -27,7 +27,7 @@ from outrider.launch.doctor.run import print_start_summary, require_trainable
 from outrider.launch.sublayers import check_search, search_sublayers
 from outrider.models import drafters
 from outrider.models.decode.from_config import policy_of
-from outrider.models.drafters.eagle3 import default_taps, eagle3_taps
+from outrider.models.drafters.eagle3 import eagle3_taps, spread_taps
 from outrider.models.target import process
 from outrider.models.target.load import LoadedTarget
 from outrider.train import checkpoint, distributed, trackers
@@ -116,7 +116,7 @@ def _build_data(config: Config, loaded: LoadedTarget, reporter: Reporter) -> Tra
     check_length(config)
     layers = loaded.target.num_layers
     taps = drafters.resolve_taps(config.drafter, layers)
-    if taps == default_taps(layers) != eagle3_taps(layers):
+    if taps == spread_taps(layers) != eagle3_taps(layers):
         reporter.console.print(f"target has {layers} layers: taps adapted to {list(taps)}")
     return load_training_data(config, loaded, taps, reporter)
 

@@ -116,5 +116,6 @@ BENCHES = {
         ("storage", "storage:storage", "recording formats: bytes per token against acceptance"),
         ("context", "context:context", "sparse_kv by context, batch and budget: where it pays"),
         ("assisted", "assisted:assisted", "speed against transformers' assisted generation"),
+        ("trainers", "trainers:trainers", "acceptance of EAGLE-3 by Outrider and by speculators"),
     )
 }

@@ -2,6 +2,8 @@
 
     train.lr         3.5e-3 (192 / hidden size)^1.5 (train.batch_tokens / 2048)^0.5, and not more
                      than 3.5e-3
+    train.optimizer  Muon with train.optimizer.rate=3 for eagle3, else AdamW; AdamW with ZeRO, and
+                     with a torch without Muon
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
     decode.depth     3 for a chain, 8 for opt_tree and auto, else 4, and not more than the drafter
                      can; drafter.depths for a drafter without weights
@@ -18,7 +20,7 @@ SpecForge: 5e-5 to 1e-4 at some 16,000 tokens per step). docs/log.md has measure
 from collections.abc import Callable
 from dataclasses import replace
 
-from outrider.conf.automatic import LEARNING_RATE, automatic_depth
+from outrider.conf.automatic import LEARNING_RATE, MUON_DRAFTERS, automatic_depth
 from outrider.conf.schema import Config
 from outrider.models.decode.from_config import decodings, suit_depth
 from outrider.models.interface import ModelShape
@@ -48,6 +50,9 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
             of = f"for hidden size {shape.hidden} and {tokens} tokens per step"
             notes.append(f"train.lr={rate:g} {of}")
         config = replace(config, train=replace(config.train, lr=rate))
+    without_muon = config.drafter.name in MUON_DRAFTERS and config.train.optimizer.name != "muon"
+    if "train.optimizer" in config.automatic and without_muon:
+        notes.append("train.optimizer=adamw, as Muon needs whole matrices and torch >= 2.9")
     longest = shape.max_positions if shape is not None else config.data.max_length
     if "data.max_length" in config.automatic and longest < config.data.max_length:
         notes.append(f"data.max_length={longest}, the target's positions")
@@ -65,6 +70,6 @@ def adapt(config: Config, note: Callable[[str], None], shape: ModelShape | None 
             notes.append(f"decode.depth={depth}, as deep as the drafter can")
     if notes:
         note(f"not set, so chosen: {'; '.join(notes)}")
-    kept = [] if shape is not None else ["train.lr", "data.max_length"]
+    kept = [] if shape is not None else ["train.lr", "train.optimizer", "data.max_length"]
     kept += ["decode.depth", "decode.nodes"] if config.eval.grid else []  # chosen for each entry
     return replace(config, automatic=tuple(key for key in config.automatic if key in kept))

@@ -25,6 +25,7 @@ from tests import tiny
 
 AUTOMATIC = (
     "data.max_length", "train.lr", "decode.depth", "decode.confidence", "decode.nodes",
+    "train.optimizer",
 )  # fmt: skip
 SHORT = [
     "data=tiny", "data.max_samples=40", "train.max_steps=2", "train.own_prompts=0",
@@ -152,11 +153,12 @@ def test_automatic_keys_are_null_until_a_target_is_known() -> None:
 
 def test_a_continued_run_keeps_the_values_that_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    began, _ = adapted("train.lr=1e-3", "data.max_length=100")
+    began, _ = adapted("train.lr=1e-3", "data.max_length=100", "train.optimizer=adamw")
     (tmp_path / "config.yaml").write_text(to_yaml(began))
     again = parsed(f"run.dir={tmp_path}")
     continued = as_it_began(again)
     assert (continued.train.lr, continued.data.max_length) == (1e-3, 100)
+    assert continued.train.optimizer == began.train.optimizer
     assert continued.automatic == ("decode.depth", "decode.confidence", "decode.nodes")
     other = parsed(f"run.dir={tmp_path}", "train.lr=2e-3")
     assert as_it_began(other).train.lr == 2e-3, "the comparison with the saved one refuses it"

@@ -11,9 +11,9 @@ from outrider.eval.calibration import (
     BINS,
     calibrate,
     depth_summaries,
-    read_calibration,
     reliability,
 )
+from outrider.eval.calibration_file import read_calibration
 from outrider.train.settings import parse
 from tests import tiny
 from tests.runs import QUIET

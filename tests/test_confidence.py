@@ -10,13 +10,8 @@ from torch import Tensor
 
 from outrider.conf.files import write_json
 from outrider.conf.tensor_files import fingerprint
-from outrider.eval.calibration import (
-    FILE,
-    FORMAT,
-    attach_calibration,
-    depth_summaries,
-    reliability,
-)
+from outrider.eval.calibration import depth_summaries, reliability
+from outrider.eval.calibration_file import FILE, FORMAT, attach_calibration
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain

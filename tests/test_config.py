@@ -11,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from outrider.conf import automatic
 from outrider.conf import compose as composing
 from outrider.conf.compose import CONF, choices, compose, groups, parse_words
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_interval, convert, from_dict, option
 from outrider.conf.schema import GROUPS, Config, GenerateConfig, to_yaml
+from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings
 from outrider.models.decode.sampling_params import Sampling
-from outrider.train.settings import DRAFTERS, check_files, is_untrained, load_run, parse
+from outrider.train.settings import check_files, is_untrained, load_run, parse
 
 ALL_CHOICES = [
     f"{group}={choice}" for group in groups() for choice in choices(group) if group != "experiment"
@@ -116,16 +118,49 @@ def test_every_drafter_key_has_a_comment() -> None:
 
 
 def test_drafters_and_yaml_files_correspond() -> None:
-    assert choices("drafter") == sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
+    assert choices("drafter") == drafters.OWN_NAMES
 
 
 def test_dataclass_defaults_equal_yaml_defaults() -> None:
-    """Keys that are null in the yaml files have the embedded target's values."""
-    config = parsed()
+    """Keys that are null in the yaml files have the embedded target's values.
+
+    A dataclass fills what an older file lacks, with the default of that time.
+    """
+    config = parsed("train.optimizer=adamw", "drafter.feedback=raw", "drafter.taps=null")
     for group, schema in GROUPS.items():
         assert schema() == getattr(config, group), group
     assert type(config.drafter)() == config.drafter
     assert GenerateConfig() == parsed("data=self").data.generate
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "rate"),
+    [
+        ([], "muon", 3.0),
+        (["train.optimizer=auto"], "muon", 3.0),
+        (["drafter=medusa"], "adamw", 1.0),
+        (["launch=zero2"], "adamw", 1.0),  # it divides matrices over the ranks
+        (["train.optimizer=muon"], "muon", 1.0),
+        (["train.optimizer=sgd"], "sgd", 30.0),
+    ],
+)
+def test_optimizer_suits_drafter_and_launch(words: list[str], name: str, rate: float) -> None:
+    optimizer = parsed(*words).train.optimizer
+    assert (optimizer.name, optimizer.rate) == (name, rate)
+
+
+def test_an_older_torch_has_no_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "version", lambda _: "2.8.1+cpu")
+    assert parsed().train.optimizer.name == "adamw"
+
+
+def test_a_stored_optimizer_is_kept() -> None:
+    saved = changed(**{"train.optimizer": {"name": "adamw"}})
+    assert parse(saved).train.optimizer.name == "adamw"
+    values = OmegaConf.to_container(saved)
+    assert isinstance(values, dict)
+    del values["train"]["optimizer"]  # of a version that had only AdamW
+    assert parse(OmegaConf.create(values)).train.optimizer.name == "adamw"
 
 
 @pytest.mark.parametrize(("target", "data"), [("tiny", "tiny"), ("smollm2", "self")])

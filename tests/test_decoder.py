@@ -306,7 +306,8 @@ def test_a_chat_equals_decoding_the_whole_dialogue(
     policy: str | Policy, heat: float, template: str
 ) -> None:
     """Also where the template renders history differently from the answers."""
-    ours, how = decoder(template), {"temperature": heat, "policy": policy}
+    ours = decoder(template)
+    how: dict[str, Any] = {"temperature": heat, "policy": policy}
     chat = ours.chat(seed=11, **how)
     for turn, question in enumerate(["why?", "and\nthen?", "so"]):
         reply = chat.say(question, 9 + turn)
@@ -464,7 +465,7 @@ def test_a_message_that_does_not_fit_is_dropped() -> None:
     with pytest.raises(RunError, match="do not fit"):
         chat.say("x" * POSITIONS, 8)
     with pytest.raises(TypeError, match="heat"):
-        chat.say("x", 8, heat=2)
+        chat.say("x", 8, heat=2)  # type: ignore[call-arg]
     assert chat.messages == before
     reply = chat.say("so", 8)
     assert reply.output_ids == decoder().generate(chat.messages[:-1], 8).output_ids
@@ -694,14 +695,15 @@ def test_a_custom_rule_has_unknown_loss() -> None:
 
 
 def test_a_lossy_answer_is_marked() -> None:
-    typical = {"rule": bind_rule("lossy_typical", "drawn"), "policy": Chain(2)}
+    typical: dict[str, Any] = {
+        "rule": bind_rule("lossy_typical", "drawn"), "policy": Chain(2)
+    }  # fmt: skip
     assert decoder().generate(QUESTION, 4, temperature=1.0, **typical).lossy
     named = {**typical, "rule": "lossy_typical"}
     assert decoder().generate(QUESTION, 4, temperature=1.0, **named).lossy
     assert (
         not decoder().generate(QUESTION, 4, **typical).lossy
     )  # greedy decoding does not use the rule
-    assert (
-        not decoder().generate(QUESTION, 4, temperature=1.0, **{**typical, "policy": ALONE}).lossy
-    )
+    alone = {**typical, "policy": ALONE}
+    assert not decoder().generate(QUESTION, 4, temperature=1.0, **alone).lossy
     assert not decoder().generate(QUESTION, 4, temperature=1.0).lossy

@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_drafter_may_come_in_any_format(
     assert from_run.drafter is not None
     formats.find(word, "eagle3").write(from_run.drafter, from_run.target, config, folder)
     ours = Decoder.from_pretrained("tiny", folder, dtype="float32")
-    how = {"policy": "chain", "temperature": 1.0, "seed": 4}
+    how: dict[str, Any] = {"policy": "chain", "temperature": 1.0, "seed": 4}
     mine, theirs = (one.generate("Once upon", 16, **how) for one in (from_run, ours))
     assert (mine.output_ids, mine.accepted) == (theirs.output_ids, theirs.accepted)
 

@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafters.eagle3 import Config, Eagle3, default_taps
+from outrider.models.drafters.eagle3 import Config, Eagle3, default_taps, spread_taps
 from outrider.models.drafting.self_feeding import SelfFeedingState
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
@@ -58,12 +59,26 @@ def test_default_taps_are_low_middle_and_high(layers: int, taps: tuple[int, ...]
     assert default_taps(layers) == taps
 
 
-def test_default_taps_exist_and_ascend() -> None:
+@pytest.mark.parametrize("rule", [default_taps, spread_taps])
+def test_default_taps_exist_and_ascend(rule: Callable[[int], tuple[int, ...]]) -> None:
     for layers in range(1, 100):
-        taps = default_taps(layers)
+        taps = rule(layers)
         assert list(taps) == sorted(set(taps))
         assert 0 <= taps[0] <= taps[-1] < layers
         assert len(taps) == (3 if layers > 3 else min(2, layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [(4, (0, 1, 2)), (8, (1, 3, 6)), (12, (1, 5, 9)), (24, (1, 11, 20)), (32, (1, 15, 28))],
+)
+def test_spread_taps_leave_an_eighth_of_the_layers_above(
+    layers: int, taps: tuple[int, ...]
+) -> None:
+    """From 24 layers on they are the reference's; the last layer is never tapped."""
+    assert spread_taps(layers) == taps
+    assert Config(taps="spread").tap_layers(layers) == taps
+    assert Config().tap_layers(layers) == default_taps(layers)
 
 
 def test_parameters_match_published_checkpoints(target: Target) -> None:

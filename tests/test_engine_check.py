@@ -20,7 +20,12 @@ import transformers as hf
 from outrider.conf.command_settings import Engine, PublishConfig
 from outrider.conf.errors import ConfigError, RunError
 from outrider.eval.publish import engine_check, engine_process
-from outrider.eval.publish.engine_check import check_settings, compare_steps, decode_and_compare
+from outrider.eval.publish.engine_check import (
+    check_drafter,
+    check_settings,
+    compare_steps,
+    decode_and_compare,
+)
 from outrider.eval.publish.engines import run_transformers
 from outrider.eval.publish.round_trip import DecodedAnswer, RoundTrip
 from outrider.models import formats
@@ -145,6 +150,16 @@ def test_engine_without_environment_or_format_is_refused(tmp_path: Path) -> None
         check_settings(TRANSFORMERS, form, "eagle3")
     with pytest.raises(ConfigError, match="Use format=deepseek"):
         check_settings(TRANSFORMERS, formats.find("qwen3_next", "mtp"), "mtp")
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "openvino"])
+def test_an_engine_without_normed_feedback_is_refused(engine: Engine) -> None:
+    settings = PublishConfig(engine=engine)
+    check_drafter(settings, tiny.config("eagle3"))
+    check_drafter(PublishConfig(engine="vllm"), tiny.config("eagle3", feedback="normed"))
+    check_drafter(settings, tiny.config("draft_lm"))
+    with pytest.raises(ConfigError, match=r"has no drafter.feedback=normed[\s\S]*feedback=raw"):
+        check_drafter(settings, tiny.config("eagle3", feedback="normed"))
 
 
 COPY = "import shutil, sys; shutil.copyfile(*sys.argv[1:])"

@@ -17,7 +17,8 @@ from outrider.train.step_data import trained_counts
 from tests import tiny
 from tests.tiny import FixedDrafter
 
-ROWS = ([0, 3, 5, 6, 24, 28], [1, 9, 14, 27, 44], [])  # per depth; 3 and 14 are not supervised
+# per depth; 3 and 14 are not supervised
+ROWS: tuple[list[int], ...] = ([0, 3, 5, 6, 24, 28], [1, 9, 14, 27, 44], [])
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def test_units_fit_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("tiny: 3.44 million parameters of 4 bytes; eagle3: 860,928")
     assert lines[3].startswith("Less than a minute: 300 steps of 57.6 GFLOP")
-    assert lines[4] == "41.3 MB of checkpoints and drafters"
+    assert lines[4] == "34.5 MB of checkpoints and drafters"
     assert lines[5].startswith("MB per GPU replicated")
     assert all(float(line.split()[1]) > 1 for line in lines[6:-1])
     assert all(len(line) <= 80 for line in lines)

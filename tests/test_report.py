@@ -20,7 +20,7 @@ from outrider.eval.page.speed import speed_parts
 from outrider.eval.page.training import cost_parts
 from outrider.eval.report import Mismatch, Report, load, save
 from outrider.eval.report_tables import explain_metrics, show, show_and_save, show_grid
-from outrider.eval.run_results import all_reports, read_results
+from outrider.eval.run_results import all_reports, load_runs, read_results
 from outrider.launch.compare import compare
 from outrider.models.decode.round_times import RoundTimes
 
@@ -179,6 +179,15 @@ def test_left_out_prompts_are_printed() -> None:
     assert "left out, longer than the target's context: p7, p9" in printed(
         report(2.0, left_out=["p7", "p9"])
     )
+
+
+def test_drafts_deeper_than_training_are_printed_with_their_acceptance() -> None:
+    """Two rounds of depth 3 accept 3 and 1 tokens: token 2 follows token 1 in one of them."""
+    text = printed(report(2.0, trained_depths=1))
+    note = "decode.depth=3 exceeds drafter.depths=1: after accepted parents, draft tokens 2 to 3"
+    assert f"{note} are accepted with 0.50, 1.00; token 1 with 1.00" in text
+    assert "exceeds drafter.depths" not in printed(report(2.0, trained_depths=3))
+    assert "exceeds drafter.depths" not in printed(report(2.0, trained_depths=None))
 
 
 def test_theory_table_has_measured_and_predicted_speedups() -> None:
@@ -368,6 +377,14 @@ def test_runs_are_ranked_by_numbers_on_the_same_text_only(
     assert "1.00" in text
     assert "1.50" in text
     assert ranking(runs[:1]) == []
+
+
+def test_runs_of_one_folder_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "other"]
+    for path in paths:
+        trained(path, 2.5, 1.0)
+    runs, _, _ = load_runs([*paths, paths[0]])
+    assert [run.name for run in runs] == ["a/run", "b/run", "other", "a/run"]
 
 
 def test_self_generated_text_is_the_targets_own(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from outrider.train import teacher as module
 from outrider.train.objective import Objective
 from tests import test_drafter_contract as contract
 from tests import tiny
+from tests.enumeration import distance
 
 KINDS = ["markov", "gated", "gru"]
 RANK = 4
@@ -116,7 +117,7 @@ def trace(target: Target) -> Trace:
 
 # ---- the contract of all drafters ----------------------------------------------------------------
 
-PATHS = [[(4, 8), (9, 6)], [(4, 8), (9, 6), (9, 4)]]
+PATHS: list[list[tuple[int, ...]]] = [[(4, 8), (9, 6)], [(4, 8), (9, 6), (9, 4)]]
 
 
 def test_decoding_computes_what_training_computed(drafter: Slots, trace: Trace) -> None:
@@ -179,7 +180,7 @@ def test_sampling_has_exactly_the_distribution_of_plain_sampling(kind: str) -> N
     for policy in (Chain(2), StaticTree(((0,), (1,), (0, 0)), "drawn")):
         engine = Engine(target, built(kind, target, tiny.vocab(4, 5)), policy, sampling=sampling)
         found = contract.emitted_distribution(engine)
-        assert contract.distance(found, contract.plain_distribution(target, sampling)) < 1e-5
+        assert distance(found, contract.plain_distribution(target, sampling)) < 1e-5
 
 
 # ---- training ------------------------------------------------------------------------------------

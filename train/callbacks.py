@@ -6,7 +6,7 @@ from pathlib import Path
 from outrider.conf.errors import ConfigError, RunError
 from outrider.train.trainer import Trainer
 
-IMPORT = "from outrider.train.callbacks import Callback"
+IMPORT = "from outrider.api import Callback"
 
 
 class Callback:

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from outrider.conf.errors import ConfigError
+from outrider.conf.plugins import OWN_PART
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config, DrafterConfig
 from outrider.data.columns import check_columns
@@ -57,7 +58,8 @@ def check_training(config: Config) -> None:
     train = config.train
     check_optimizer(train, config.launch)
     if train.schedule not in SCHEDULES:
-        why, fix = "There is no schedule of this name.", f"Use one of: {', '.join(SCHEDULES)}."
+        why = "There is no schedule of this name."
+        fix = f"Use one of: {', '.join(SCHEDULES)}. {OWN_PART}"
         raise ConfigError("train.schedule", train.schedule, why, fix)
     if train.ema is not None and config.launch.name == "zero3":
         why = "Under launch=zero3 no rank holds whole weights, which a moving average needs."

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import check_interval
+from outrider.conf.plugins import OWN_PART, Registry
 
 FLOOR = 1e-30  # of an acceptance probability, before its logarithm
 
@@ -96,7 +97,7 @@ def parse_loss(parts: Sequence[str]) -> tuple[Term, ...]:
     names = [term.name for term in terms]
     if not terms or len(set(names)) < len(names):
         why = "A loss is one term or several different ones."
-        raise ConfigError("drafter.loss", list(parts), why, _SYNTAX)
+        raise ConfigError("drafter.loss", list(parts), why, _syntax())
     return terms
 
 
@@ -105,16 +106,21 @@ def _term(text: str) -> Term:
     match = re.fullmatch(rf"(?:({number})\*)?([a-z][a-z0-9_]*)(?::({number}))?", text)
     spec = LOSSES.get(match[2]) if match else None
     if match is None or spec is None:
-        raise ConfigError("drafter.loss", text, "This is not a term.", _SYNTAX)
+        fix = f"{_syntax()} {OWN_PART}"
+        raise ConfigError("drafter.loss", text, "This is not a term.", fix)
     weight, name, parameter = float(match[1] or 1.0), match[2], match[3]
     if parameter and spec.default is None:
-        raise ConfigError("drafter.loss", text, f"{name} takes no number.", _SYNTAX)
+        raise ConfigError("drafter.loss", text, f"{name} takes no number.", _syntax())
     if weight == 0:
         raise ConfigError("drafter.loss", text, "A term of weight 0 has no effect.", "Remove it.")
     check_interval("", weight, f"drafter.loss: the weight of {name}")
     value = float(parameter) if parameter else spec.default or 0.0
     check_interval(spec.interval, value, f"drafter.loss: the number of {name}")
     return Term(weight, name, value)
+
+
+def _syntax() -> str:
+    return f"Write weight*name or name, of: {', '.join(LOSSES)}."
 
 
 def parse_depth_weights(text: str, depths: int) -> list[float]:
@@ -240,7 +246,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return slope.mul_(grad[:, None]).to(ctx.dtype), None
 
 
-LOSSES: dict[str, TermSpec] = {
+LOSSES: Registry[TermSpec] = Registry("loss", TermSpec, {
     "soft_ce": TermSpec(soft_cross_entropy, "cross-entropy under the target's distribution"),
     "soft_ce_reference": TermSpec(soft_cross_entropy_reference, "the same, as the formula reads"),
     "kl": TermSpec(kl, "forward KL(p|q)"),
@@ -257,5 +263,4 @@ LOSSES: dict[str, TermSpec] = {
                      needs_full_head=True),
     "smooth_l1": TermSpec(smooth_l1, "Smooth-L1 to the target's next state (EAGLE)", "all", 1.0,
                           "(0, inf)", needs_states=True),
-}  # fmt: skip
-_SYNTAX = f"Write weight*name or name, of: {', '.join(LOSSES)}."
+})  # fmt: skip

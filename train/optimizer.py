@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from outrider.conf.compose import add_choice
 from outrider.conf.errors import ConfigError
-from outrider.conf.schema import LaunchConfig, TrainConfig
+from outrider.conf.plugins import OWN_PART, Registry
+from outrider.conf.schema import LaunchConfig, OptimizerConfig, TrainConfig
+from outrider.conf.short_forms import OPTIMIZER
 from outrider.models.drafting.drafter import Drafter
 
 Groups = list[dict[str, Any]]
@@ -92,7 +95,11 @@ def _muon_states(shape: torch.Size, matrix: bool, train: TrainConfig) -> int:
     return shape.numel() * (1 if matrix else 2)
 
 
-OPTIMIZERS = {
+def _add_optimizer(name: str, _: OptimizerKind) -> None:
+    add_choice(OPTIMIZER, OptimizerConfig(name=name))
+
+
+OPTIMIZERS: Registry[OptimizerKind] = Registry("optimizer", OptimizerKind, {
     "adamw": OptimizerKind(_adamw),
     "sgd": OptimizerKind(_sgd, _sgd_states),
     "adafactor": OptimizerKind(
@@ -101,7 +108,7 @@ OPTIMIZERS = {
     "muon": OptimizerKind(
         MuonAndAdamW, _muon_states, elementwise=False, splits=True, needs=("Muon", "2.9")
     ),
-}
+}, taken=("auto",), on_add=_add_optimizer)  # fmt: skip
 
 
 def check_optimizer(train: TrainConfig, launch: LaunchConfig) -> None:
@@ -109,7 +116,8 @@ def check_optimizer(train: TrainConfig, launch: LaunchConfig) -> None:
     name = train.optimizer.name
     kind = OPTIMIZERS.get(name)
     if kind is None:
-        why, fix = "There is no optimizer of this name.", f"Use one of: {', '.join(OPTIMIZERS)}."
+        why = "There is no optimizer of this name."
+        fix = f"Use one of: {', '.join(OPTIMIZERS)}. {OWN_PART}"
         raise ConfigError("train.optimizer", name, why, fix)
     if launch.name.startswith("zero") and not kind.elementwise:
         why = f"launch={launch.name} divides flattened parameters over the ranks, and {name} "

@@ -22,8 +22,8 @@ from outrider.train.trainer import Trainer
 # settings that a continued run may change: limits, reports, storage, and the division of a step
 # (noise, and text of the drafter's own, are then drawn anew)
 CHANGEABLE = (
-    "run.dir", "train.max_steps", "train.max_minutes", "train.eval_every", "train.save_every",
-    "train.keep_last", "train.keep_every", "train.patience", "train.resume",
+    "run.dir", "run.plugins", "train.max_steps", "train.max_minutes", "train.eval_every",
+    "train.save_every", "train.keep_last", "train.keep_every", "train.patience", "train.resume",
     "train.log_every", "train.quick_eval", "train.wandb.", "train.tensorboard",
     "train.skip_bad", "train.spike",
     "train.gradient_checkpointing", "eval.", "decode.",
@@ -108,11 +108,13 @@ def _create_moments(run: Trainer) -> None:
 
 
 def as_it_began(config: Config) -> Config:
-    """Return the configuration with the learning rate and row length of the run that it continues.
+    """Return the configuration with the automatic settings of the run that it continues.
 
-    They are chosen when a run begins, if the user does not set them (`models/adapt.py`).
+    They are chosen when a run begins, if the user does not set them (`models/adapt.py`): learning
+    rate, row length, and the optimizer, which was AdamW where it is not stored.
     """
-    keys = [key for key in config.automatic if key in ("train.lr", "data.max_length")]
+    begin = ("train.lr", "data.max_length", "train.optimizer")
+    keys = [key for key in config.automatic if key in begin]
     folder = Path(config.run.dir)
     begun = checkpoint.list_checkpoints(folder / "checkpoints")
     if not keys or not begun or config.train.resume == "never":
@@ -120,7 +122,8 @@ def as_it_began(config: Config) -> Config:
     saved, values = read_saved_config(folder), to_dict(config)
     for key in keys:
         group, _, name = key.partition(".")
-        values[group][name] = OmegaConf.select(saved, key)
+        adamw = {"name": "adamw"} if name == "optimizer" else None
+        values[group][name] = OmegaConf.select(saved, key, default=adamw)
     return parse(OmegaConf.create(values))
 
 

@@ -3,18 +3,19 @@
 import math
 from collections.abc import Callable
 
+from outrider.conf.plugins import Registry
 from outrider.conf.schema import TrainConfig
 from outrider.train.checkpoint import Progress
 
 # factor on train.lr, from the share of the steps after the warm-up that is left: 1 to 0
-SCHEDULES: dict[str, Callable[[float, TrainConfig], float]] = {
+SCHEDULES: Registry[Callable[[float, TrainConfig], float]] = Registry("schedule", Callable, {
     "cosine": lambda left, train: 0.5 - 0.5 * math.cos(math.pi * left),
     "linear": lambda left, train: left,
     "constant": lambda left, train: 1.0,
     # warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395), with the decay in the form 1 - sqrt
     # that Haegele et al. 2024 found best (arXiv:2405.18392, section 3.1)
     "wsd": lambda left, train: 1.0 - math.sqrt(1.0 - min(1.0, left / train.decay)),
-}
+})  # fmt: skip
 
 
 def fraction_done(train: TrainConfig, progress: Progress) -> float:

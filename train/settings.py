@@ -1,11 +1,10 @@
 """The validated configuration of a training run, of a run folder, or of a published drafter."""
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from outrider.conf.automatic import fill_automatic
 from outrider.conf.compose import (
@@ -23,11 +22,11 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, unknown_key
 from outrider.conf.hub import require_folder_or_id
 from outrider.conf.json_shapes import read_object, token
+from outrider.conf.plugins import OWN_PART, is_plugin, merge_plugins, require_loaded
 from outrider.conf.schema import GROUPS, Config, DrafterSettings, UntrainedConfig, to_dict
 from outrider.conf.searched import SearchedConfig
 from outrider.conf.short_forms import is_path
 
-DRAFTERS = Path(__file__).parent.parent / "models" / "drafters"
 INPUT_FILES = ("data.path", "data.given", "eval.prompts")  # keys of files that a run reads
 FOUND = "found.json"  # in a run folder: the settings of the drafter that a search has found
 FOUND_FORMAT = "outrider-found-1"
@@ -80,6 +79,7 @@ def read_groups(node: DictConfig) -> tuple[dict[str, Any], dict[str, Any], tuple
         if not isinstance(content, dict):
             raise ConfigError(group, content, "This is a group of keys.", f"Set {group}.<key>=...")
     groups = {name: from_dict(kind, values.get(name, {}), name) for name, kind in GROUPS.items()}
+    require_loaded(groups["run"].plugins)
     check_choice("drafter", values.setdefault("drafter", {}))
     return values, groups, automatic
 
@@ -95,16 +95,17 @@ def _nothing_to_train(name: str) -> ConfigError:
 def drafter_schema(values: object) -> type:
     """Return the `Config` dataclass of the drafter named in `values`.
 
-    A drafter is identified only by its file's name, so a configuration cannot name code to run.
+    A drafter is identified only by its file's name, or a name that a loaded plugin registered, so a
+    configuration cannot name code to run.
     """
     name = values.get("name") if isinstance(values, dict) else None
-    known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
-    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or name not in known:
-        why = "There is no drafter of this name in models/drafters."
-        raise ConfigError("drafter.name", name, why, f"Use one of: {', '.join(known)}.")
-    schema = importlib.import_module(f"outrider.models.drafters.{name}").Config
-    assert isinstance(schema, type), f"drafters/{name}.py defines Config as a dataclass"
-    return schema
+    known = choices("drafter")
+    if not isinstance(name, str) or name not in known:
+        why, fix = "There is no drafter of this name.", f"Use one of: {', '.join(known)}."
+        raise ConfigError("drafter.name", name, why, f"{fix} {OWN_PART}")
+    from outrider.models import drafters
+
+    return drafters.config_class(name)
 
 
 def is_untrained(name: str) -> bool:
@@ -121,7 +122,7 @@ def is_searched(name: str) -> bool:
 
 def check_published(name: str) -> None:
     """Raise a `ConfigError` if `drafter=NAME` is a drafter with weights, mistyped or not."""
-    known = sorted(path.stem for path in DRAFTERS.glob("[a-z]*.py"))
+    known = choices("drafter")
     if is_path(name, known) or Path(name).expanduser().exists():
         return require_folder_or_id("drafter", name)
     if name in known:
@@ -182,6 +183,9 @@ def load_run(folder: str | Path, overrides: list[str]) -> Config:
     saved = read_saved_config(Path(folder))
     saved.eval, saved.decode = evaluation.eval, evaluation.decode
     saved.run.dir = str(folder)
+    recorded = saved.run.get("plugins", OmegaConf.create([]))
+    if isinstance(recorded, ListConfig) and all(map(is_plugin, recorded)):
+        saved.run.plugins = merge_plugins(recorded, evaluation.run.plugins)
     for key in CHANGEABLE_KEYS:
         if (value := OmegaConf.select(evaluation, key)) is not None:
             OmegaConf.update(saved, key, value)
@@ -220,7 +224,7 @@ def load_published(overrides: list[str], *, report: bool = True) -> Config:
         raise ConfigError("target", None, why, "Add target=<folder or hub id>, tiny or smollm2.")
     config = compose(words, "train")
     config.eval, config.decode, config.run.dir = evaluation.eval, evaluation.decode, folder or "."
-    config.run.seed = evaluation.run.seed or 0
+    config.run.seed, config.run.plugins = evaluation.run.seed or 0, evaluation.run.plugins
     return parse(config, to_train=False)
 
 
@@ -228,8 +232,9 @@ def _compose_evaluation(overrides: list[str]) -> DictConfig:
     """Compose conf/eval.yaml, resolved; refuse `+train.lr=1`, which an evaluation would ignore."""
     values = to_container(compose(overrides, "eval"))
     refuse_interpolations(values)
+    known = ("run.dir", "run.plugins", *CHANGEABLE_KEYS)
     for key, value in flatten(values):
-        if not key.startswith(("eval.", "decode.")) and key not in ("run.dir", *CHANGEABLE_KEYS):
+        if not key.startswith(("eval.", "decode.")) and key not in known:
             raise training_key_error(key, value)
     return OmegaConf.create(values)
 

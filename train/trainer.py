@@ -86,8 +86,8 @@ class Trainer:
         self.average = WeightAverage(self.objective, decay) if decay is not None else None
         self.own_text: Rows | None = None
         self.bad_steps = BadStepGuard(self.progress, config.train.skip_bad, config.train.spike)
-        self.writer = CheckpointWriter(self.folder, config.train)
         self.step_data = StepData(config, data, self.drafter, self.target, rank, world)
+        self.writer = CheckpointWriter(self.folder, config.train)
 
     def _initialise(self) -> str:
         """Fit initial weights on the training rows, unless a checkpoint has weights."""

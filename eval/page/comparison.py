@@ -67,7 +67,7 @@ def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
         values = {label: numbers for label, numbers in values.items() if any(numbers)}
         intervals = {label: [r.get(f"{name}_95") for r in reports[label]] for label in values}
         if are_several(values):
-            paint = bars([run.folder.name for run in runs], values, xlabel, intervals, level)
+            paint = bars([run.name for run in runs], values, xlabel, intervals, level)
             yield draw(name, metric_definitions(name, f"{name}_95"), paint)
 
 
@@ -90,7 +90,7 @@ def _draft_times(runs: Sequence[RunResults]) -> Iterable[Part]:
 def _predicted_tau(runs: Sequence[RunResults]) -> Iterable[Part]:
     """Draw predicted and decoded tau of every report."""
     return draw_predicted_tau({
-        f"{run.folder.name} {name}": (report["forecast"], report["tau"])
+        f"{run.name} {name}": (report["forecast"], report["tau"])
         for run in runs
         for name, report in run.reports.items()
         if report.get("forecast") is not None
@@ -98,7 +98,7 @@ def _predicted_tau(runs: Sequence[RunResults]) -> Iterable[Part]:
 
 
 def _run_name(run: RunResults) -> str:
-    return f"{run.folder.name}: {run.drafter}, lr {run.lr}"
+    return f"{run.name}: {run.drafter}, lr {run.lr}"
 
 
 def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
@@ -107,7 +107,7 @@ def _curves(runs: Sequence[RunResults]) -> Iterable[Part]:
     for run in runs:
         series = metric_series(read_log(run.folder), "held", "accept_length")
         if points := series.get("accept_length"):
-            lines[run.folder.name] = points
+            lines[run.name] = points
     if lines:
         paint = curves(lines, "step", "tokens per round", marks=True)
         definition = f"{logged_definitions('accept_length')} Of the held-out text of each run."

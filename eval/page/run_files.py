@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from outrider.conf.errors import CorruptFile
-from outrider.eval.calibration import read_calibration
+from outrider.eval.calibration_file import read_calibration
 from outrider.eval.metrics import bootstrap, count_accepted, pair_with_room
 from outrider.eval.plan.show import read_plan
 from outrider.eval.report import MEASURE_AGAIN, Report, load

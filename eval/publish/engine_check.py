@@ -45,6 +45,11 @@ SERVES = {  # engine -> format -> drafter -> the engine's name of it
         "transformers": {"draft_lm": "draft_model"},
     },
 }
+# engine -> settings of eagle3 that it does not read -> the value that it computes
+COMPUTES: dict[str, dict[str, Any]] = {
+    "llamacpp": {"feedback": "raw", "fc_norm": "none", "residual": "raw", "layers": 1},
+    "openvino": {"feedback": "raw", "fc_norm": "none"},
+}
 FIX = "Nothing was published. Publish without engine=..., or report this with the run's config."
 
 
@@ -68,6 +73,17 @@ def check_settings(settings: PublishConfig, form: Format | None, drafter: str) -
         build = f"Build the environment: {install_commands(engine)}"
         fix = f"{build}\n  Or give engine.python=<its Python>."
         raise ConfigError("publish.engine_python", settings.engine_python, why, fix)
+
+
+def check_drafter(settings: PublishConfig, cfg: Any) -> None:
+    """Raise ConfigError if the engine would compute something else than the trained drafter."""
+    engine = str(settings.engine)
+    fixed = COMPUTES.get(engine, {}) if cfg.name == "eagle3" else {}
+    for name, value in fixed.items():
+        if (own := getattr(cfg, name)) != value:
+            why = f"{engine} has no drafter.{name}={own}, with which this drafter was trained."
+            fix = f"Train with drafter.{name}={value}, or serve it with vLLM."
+            raise ConfigError("publish.engine", engine, why, fix)
 
 
 def install_commands(engine: str) -> str:

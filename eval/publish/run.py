@@ -47,7 +47,13 @@ GOLDEN = "outrider-golden-1"  # the layout of golden.json
 
 
 def publish(config: Config, settings: PublishConfig) -> int:
-    """Run the command and return its exit code.
+    """Run the command. Returns the exit code, 0."""
+    published(config, settings)
+    return 0
+
+
+def published(config: Config, settings: PublishConfig) -> list[Path]:
+    """Export the drafter of a run in the formats of `settings`; return their folders.
 
     Raises:
         ConfigError: the format cannot hold the drafter.
@@ -81,7 +87,7 @@ def publish(config: Config, settings: PublishConfig) -> int:
             upload(place, repo, settings.private, console)
         elif repo is not None:
             console.print(f"dry run: not uploaded to {repo}")
-    return 0
+    return [place for _, place in places]
 
 
 class Export:
@@ -92,6 +98,7 @@ class Export:
         self.run = Path(config.run.dir)
         drafter, self.cfg = native.FORMATS[0].read(drafter_folder(self.run), loaded.target)
         self.drafter = drafter
+        engine_check.check_drafter(settings, self.cfg)
         if settings.format != "all":
             form = formats.find(settings.format, self.cfg.name)
             require_exportable(form, drafter, loaded.target, self.cfg)

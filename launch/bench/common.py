@@ -76,7 +76,7 @@ def allow_positions(target: Target, count: int) -> None:
 
 def default_drafter(name: str, target: Target) -> Drafter:
     """Build a drafter with its default settings and untrained weights."""
-    return build_drafter(drafters.drafter_module(name).Config(name=name), target)
+    return build_drafter(drafters.config_class(name)(name=name), target)
 
 
 def build_drafter(cfg: DrafterSettings, target: Target) -> Drafter:

@@ -38,7 +38,7 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
 from outrider.models.drafters.sparse_kv import METHODS, Config
-from outrider.models.drafting.drafter import Drafter, State
+from outrider.models.drafting.drafter import Absorbed, Drafter
 from outrider.models.target import process
 from outrider.models.target.load import load_target
 from outrider.models.target.target import Target
@@ -98,10 +98,10 @@ class ReadPrompt(DialogueCache):
         super().__init__()
         self.rows = rows
 
-    def match_prefix(self, prompt: Sequence[int]) -> tuple[int, State | None]:
-        return self.rows, None
+    def match_prefix(self, prompt: Sequence[int]) -> Absorbed:
+        return Absorbed(self.rows)
 
-    def add_prompt(self, cache: KVCache, text: list[int], state: State | None) -> None:
+    def add_prompt(self, cache: KVCache, text: list[int], absorbed: Absorbed) -> None:
         """Keep nothing."""
 
 

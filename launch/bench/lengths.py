@@ -74,7 +74,7 @@ def _measure(options: Options) -> dict[str, float]:
     target = load_target(TargetConfig()).target
     common.allow_positions(target, length)
     name = options.drafter
-    cfg = drafters.drafter_module(name).Config(name=name, depths=options.depths)
+    cfg: Any = drafters.config_class(name)(name=name, depths=options.depths)
     target.set_taps(drafters.resolve_taps(cfg, target.num_layers))
     drafter = drafters.build(cfg, target, DraftVocab.identity(target.vocab_size))
     drafter.gradient_checkpointing = recompute == "yes"

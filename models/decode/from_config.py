@@ -1,7 +1,7 @@
 """Sampling, policy and rule of `conf/decode`, and the checks of its settings."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.conf.automatic import fill_automatic
-from outrider.conf.compose import choices, compose, to_container
+from outrider.conf.compose import add_choice, choices, compose, to_container
 from outrider.conf.decode_settings import DecodeConfig
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict
+from outrider.conf.plugins import OWN_PART, Registry
 from outrider.conf.schema import Config, EvalConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
@@ -41,6 +42,7 @@ AUTO_DRAFTS, AUTO_RULES = ("auto", "coupled"), ("auto", "ratio", "block", "coupl
 # of `decode`, without effect at temperature 0
 ABOVE_ZERO = ("verify", "draft", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p")
 Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
+PolicyFn = Callable[[DecodeConfig, Tables | None], Policy]
 
 
 def sampling_of(decode: DecodeConfig, vocab: int) -> Sampling:
@@ -62,16 +64,27 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
     Raises:
         ConfigError: a static tree has neither a file nor a table, or does not suit its drafts.
     """
-    draft = _draft_of(decode)
-    if decode.kind == "auto":
-        return Auto(decode.depth, decode.nodes, decode.width, draft, decode.auto.eps)
-    if decode.kind == "chain":
-        confidence = decode.confidence
-        if confidence == "adaptive":
-            return Chain(decode.depth, draft, AdaptiveConfidence(decode.acceptance_goal))
-        return Chain(decode.depth, draft, confidence)
-    if decode.kind == "dynamic_tree":
-        return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft)
+    return POLICIES[decode.name](decode, tables)
+
+
+def _chain(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    confidence = decode.confidence
+    if confidence == "adaptive":
+        return Chain(decode.depth, draft_of(decode), AdaptiveConfidence(decode.acceptance_goal))
+    return Chain(decode.depth, draft_of(decode), confidence)
+
+
+def _auto(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    settings = decode.auto
+    return Auto(decode.depth, decode.nodes, decode.width, draft_of(decode), settings.eps)
+
+
+def _dynamic_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft_of(decode))
+
+
+def _static_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    draft = draft_of(decode)
     paths = tree_shapes.read(Path(decode.tree)) if decode.tree else search_tree(decode, tables)
     if draft in SAMPLED_DRAFTS and not tree_shapes.contiguous(paths):
         why = "Siblings are sampled in sequence: ranks below a node must be 0, 1, 2, .."
@@ -80,13 +93,27 @@ def policy_of(decode: DecodeConfig, tables: Tables | None = None) -> Policy:
     return StaticTree(paths, draft)
 
 
-def _draft_of(decode: DecodeConfig) -> str:
+OWN_POLICIES: dict[str, PolicyFn] = {
+    "chain": _chain, "static_tree": _static_tree, "sampled_tree": _static_tree,
+    "dynamic_tree": _dynamic_tree, "opt_tree": _dynamic_tree, "auto": _auto,
+}  # fmt: skip
+# what `decode.name` may name; a registered one has the settings and the depth of a tree
+POLICIES: Registry[PolicyFn] = Registry(
+    "draft policy", Callable, OWN_POLICIES,
+    on_add=lambda name, _: add_choice(
+        "decode", DecodeConfig(name=name, width=4, nodes=8), depth=None, confidence=None
+    ),
+)  # fmt: skip
+
+
+def draft_of(decode: DecodeConfig) -> str:
+    """Return the kind of the drafts: `best` at temperature 0."""
     return decode.draft_kind if decode.temperature > 0 else BEST
 
 
 def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Paths:
     """Return the best shape of `decode.nodes` nodes; ConfigError if there is no table for it."""
-    draft = _draft_of(decode)
+    draft = draft_of(decode)
     kind = "drawn" if draft in SAMPLED_DRAFTS else draft
     name = f"{kind}@{1 if decode.temperature > 0 else 0}"
     if tables is None or name not in tables:
@@ -154,6 +181,9 @@ def check_decode(decode: DecodeConfig) -> None:
     def refuse(key: str, why: str, fix: str) -> ConfigError:
         return ConfigError(f"decode.{key}", getattr(decode, key), why, fix)
 
+    if decode.name not in POLICIES:
+        fix = f"Use one of: {', '.join(POLICIES)}. {OWN_PART}"
+        raise ConfigError("decode", decode.name, "There is no policy of this name.", fix)
     chain, depth = decode.kind == "chain", decode.depth
     if chain and decode.width != 1:
         fix = "Use decode=dynamic_tree for a tree."
@@ -168,7 +198,7 @@ def check_decode(decode: DecodeConfig) -> None:
         why = "A tree that is pruned by probability must not sample its tokens: that is biased."
         raise refuse("draft", why, "Use best or coupled, or decode=sampled_tree.")
     for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
-        if getattr(decode, key) and decode.kind != kind:
+        if getattr(decode, key) and decode.kind != kind and decode.name in OWN_POLICIES:
             raise refuse(key, f"Only decode={kind} has this setting.", f"Use decode={kind}.")
     if decode.kind == "auto":
         _check_auto(decode)

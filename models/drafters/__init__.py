@@ -2,16 +2,21 @@
 
 A file defines a frozen dataclass `Config`, a subclass of `DrafterConfig`, and one subclass of
 `Drafter`, constructed as `cls(cfg, target, vocab, taps)`. A drafter that reads decoder layers of
-the target also has a setting `taps` and a function `default_taps(layers)`. There is no registry,
-and no configuration holds a path to a class: a downloaded config cannot name code to run.
+the target also has a setting `taps` and a function `default_taps(layers)`. No configuration holds a
+path to a class: a downloaded config cannot name code to run. A plugin, which the user names,
+registers its own in `DRAFTERS`.
 """
 
 import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from outrider.conf.compose import add_choice
 from outrider.conf.errors import ConfigError
+from outrider.conf.plugins import OWN_PART, Registry
+from outrider.conf.schema import DrafterSettings
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds
@@ -20,9 +25,32 @@ from outrider.models.target.target import Target, check_taps
 HERE = Path(__file__).parent
 
 
+OWN_NAMES = sorted(f.stem for f in HERE.glob("*.py") if not f.stem.startswith("_"))
+
+
+class DrafterKind(NamedTuple):
+    """A drafter of a plugin.
+
+    Attributes:
+        drafter: constructed as `drafter(cfg, target, vocab, taps)`.
+        config: its settings, a frozen dataclass whose defaults `drafter=NAME` takes.
+        default_taps: taps for a number of decoder layers, where its setting `taps` is None.
+    """
+
+    drafter: type[Drafter]
+    config: type[DrafterSettings]
+    default_taps: Callable[[int], Sequence[int]] | None = None
+
+
+DRAFTERS: Registry[DrafterKind] = Registry(
+    "drafter", DrafterKind, {}, taken=OWN_NAMES,
+    on_add=lambda name, kind: add_choice("drafter", kind.config(name=name)),
+)  # fmt: skip
+
+
 def names() -> list[str]:
     """Return the names of all drafters, sorted."""
-    return sorted(f.stem for f in HERE.glob("*.py") if not f.stem.startswith("_"))
+    return sorted([*OWN_NAMES, *DRAFTERS])
 
 
 def trained_names() -> list[str]:
@@ -31,16 +59,26 @@ def trained_names() -> list[str]:
 
 
 def drafter_module(name: str) -> ModuleType:
-    """Import a drafter's file; raise ConfigError if there is none."""
-    if name not in names():
-        raise ConfigError(
-            "drafter", name, "There is no such drafter.", f"Choose one of: {', '.join(names())}."
-        )
+    """Import the file of one of Outrider's drafters; raise ConfigError if there is none."""
+    if name not in OWN_NAMES:
+        fix = f"Choose one of: {', '.join(names())}. {OWN_PART}"
+        raise ConfigError("drafter", name, "There is no such drafter.", fix)
     return importlib.import_module(f"outrider.models.drafters.{name}")
 
 
+def config_class(name: str) -> type[DrafterSettings]:
+    """Return the `Config` of a drafter; raise ConfigError if there is none."""
+    if name in DRAFTERS:
+        return DRAFTERS[name].config
+    schema = drafter_module(name).Config
+    assert isinstance(schema, type), f"drafters/{name}.py defines Config as a dataclass"
+    return schema
+
+
 def drafter_class(name: str) -> type[Drafter]:
-    """Return the one subclass of `Drafter` that the file defines."""
+    """Return the class of a drafter: the one subclass of `Drafter` that a file defines."""
+    if name in DRAFTERS:
+        return DRAFTERS[name].drafter
     module = drafter_module(name)
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     classes = [value for value in own if isinstance(value, type) and issubclass(value, Drafter)]
@@ -57,8 +95,10 @@ def resolve_taps(cfg: Any, layers: int) -> tuple[int, ...]:
         return tuple(cfg.tap_layers(layers))
     if not hasattr(cfg, "taps"):
         return ()
-    module = drafter_module(cfg.name)
-    return tuple(module.default_taps(layers) if cfg.taps is None else cfg.taps)
+    if cfg.taps is not None:
+        return tuple(cfg.taps)
+    kind: Any = DRAFTERS[cfg.name] if cfg.name in DRAFTERS else drafter_module(cfg.name)
+    return tuple(kind.default_taps(layers))
 
 
 def check(cfg: Any, shape: ModelShape) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def parse_settings(values: dict[str, Any]) -> Any:
         ConfigError: there is no such drafter, it runs its target itself, or a setting is wrong.
     """
     with _named_inside():
-        schema = drafters.drafter_module(values["name"]).Config
+        schema = drafters.config_class(values["name"])
         cfg = from_dict(schema, values, "drafter")
     _refuse_target_running(drafters.drafter_class(cfg.name), cfg.name)
     return cfg

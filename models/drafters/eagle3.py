@@ -55,13 +55,23 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({0, (layers - 1) // 2, max(layers - 2, min(1, layers - 1))}))
 
 
+def spread_taps(layers: int) -> tuple[int, ...]:
+    """Return `default_taps` with at most an eighth of the layers above the high one.
+
+    n = 8 -> (1, 3, 6) rather than (1, 3, 4); from 24 layers on they are `eagle3_taps`.
+    """
+    taps = default_taps(layers)
+    high = min(layers - 2, layers - 1 - round(layers / 8))  # engines do not expose the last one
+    return (*taps[:-1], max(high, taps[-1])) if len(taps) == 3 else taps
+
+
 @dataclass(frozen=True)
 class Config(DrafterConfig):
     """Settings of an EAGLE-3 drafter; conf/drafter/eagle3.yaml describes each."""
 
     name: str = "eagle3"
     draft_vocab_size: int | None = option(8192, "", COUNT)
-    taps: tuple[int, ...] | None = None
+    taps: tuple[int, ...] | str | None = None
     layers: int = option(1, "", DEPTHS)
     head_dim: int | None = option(None, "", "[2, 65536]")
     window: int | None = option(None, "", COUNT)
@@ -78,7 +88,9 @@ class Config(DrafterConfig):
         if isinstance(self.fc_norm, bool):  # of earlier versions
             object.__setattr__(self, "fc_norm", "each" if self.fc_norm else "none")
         self.require_choice("fc_norm", "none", "each", "joint")
-        if self.taps is not None and not 0 < len(self.taps) == len(set(self.taps)):
+        if isinstance(self.taps, str):
+            self.require_choice("taps", "spread")
+        elif self.taps is not None and not 0 < len(self.taps) == len(set(self.taps)):
             raise ValueError(f"taps = {list(self.taps)}: needs one or more layers, each once")
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: rotary pairs need an even size")
@@ -89,6 +101,12 @@ class Config(DrafterConfig):
         if self.residual == "normed" and self.init == "linear":
             adjust(self, "init", "random")  # the regression assumes the un-normed state
         self.require_choice("attention", "fast", "reference")
+
+    def tap_layers(self, layers: int) -> tuple[int, ...]:
+        """Return the layers whose outputs are read, of a target with this many."""
+        if isinstance(self.taps, str):
+            return spread_taps(layers)
+        return default_taps(layers) if self.taps is None else self.taps
 
 
 class InputLayer(DecoderLayer):

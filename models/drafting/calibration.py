@@ -42,6 +42,7 @@ class Calibration:
 
     def log_accuracy(self, log_confidence: Float[Tensor, "*nodes"], depth: int) -> Tensor:
         """Return the logarithm of the accuracy at each confidence."""
+        accuracy: Tensor
         known, accuracy = self._maps[min(depth, len(self._maps)) - 1].to(log_confidence.device)
         x = log_confidence.exp().float().clamp(known[0], known[-1])
         above = torch.searchsorted(known, x.contiguous()).clamp(1, max(1, len(known) - 1))
@@ -49,7 +50,8 @@ class Calibration:
             return accuracy.log().expand_as(x)
         low, high = known[above - 1], known[above]
         share = (x - low) / (high - low)
-        return torch.lerp(accuracy[above - 1], accuracy[above], share).log()
+        out: Tensor = torch.lerp(accuracy[above - 1], accuracy[above], share).log()
+        return out
 
 
 def _rising(bins: Sequence[Bin]) -> tuple[list[float], list[float]]:

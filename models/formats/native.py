@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import convert, from_dict
 from outrider.conf.files import read_json, write_json
+from outrider.conf.plugins import advice, is_plugin
 from outrider.conf.shown_text import mask_home, mask_values
 from outrider.conf.tensor_files import fingerprint, read_tensors, write_tensors
 from outrider.models import drafters
@@ -64,7 +65,7 @@ class NativeFormat:
         fields = _with_old_defaults(config)
         if "taps" in fields:
             fields = {**fields, "taps": config["taps"]}
-        cfg = config_from_json(fields, folder)
+        cfg = config_from_json(fields, folder, _fix_of(config))
         with damaged_means_error(folder, FIX):
             vocab = DraftVocab.from_offsets(tensors["vocab.d2t"], target.vocab_size)
             shape = None if "shape" not in config else shape_from_json(config["shape"])
@@ -95,6 +96,14 @@ def _with_old_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     names = ("eagle", "eagle3", "hass")
     old = {"mtp": {"feed": "raw"}, **dict.fromkeys(names, activation)}
     return {**old.get(str(fields.get("name")), {}), **fields}
+
+
+def _fix_of(config: Mapping[str, Any]) -> str:
+    """Return what to do about settings that cannot be read: of a plugin's drafter, to name it."""
+    plugin, name = config.get("plugin"), config["drafter"].get("name")
+    if not is_plugin(plugin) or name in drafters.names():
+        return FIX
+    return f"The drafter {name} is of the plugin {plugin}. {advice([str(plugin)])}"
 
 
 def shape_from_json(fields: Any) -> ModelShape:
@@ -132,9 +141,12 @@ def save(
     tensors, shape = {**drafter.state_dict(), **(weights or {})}, drafters.custom_shape(drafter)
     sha256 = write_tensors(folder / "model.safetensors", tensors, {"format": FORMAT})
     made_for = {"name": target.name, "fingerprint": target_fingerprint(target)}
+    settings = getattr(drafter, "cfg", cfg)
+    plugin = drafters.DRAFTERS.plugin_of(settings.name)
     config = {
         "format": FORMAT,
-        "drafter": dataclasses.asdict(getattr(drafter, "cfg", cfg)),
+        "drafter": dataclasses.asdict(settings),
+        **({} if plugin is None else {"plugin": plugin}),
         "taps": list(drafter.taps),
         "target": {**made_for, **target.shape()._asdict()},
         "draft_vocab_size": len(drafter.vocab),
@@ -174,8 +186,7 @@ def load(folder: Path, target: Target, dtype: torch.dtype | None = None) -> tupl
 def config_from_json(fields: dict[str, Any], folder: Path, fix: str = FIX) -> Any:
     """Return the drafter's `Config` from a folder's JSON; unknown fields are refused."""
     try:
-        kind = drafters.drafter_module(str(fields["name"])).Config
-        return from_dict(kind, fields, "drafter")
+        return from_dict(drafters.config_class(str(fields["name"])), fields, "drafter")
     except (ConfigError, TypeError, KeyError, ValueError, RecursionError) as error:
         why = hf_folder.first_line(error)
         why = f"{why}: {error.why}" if isinstance(error, ConfigError) else why

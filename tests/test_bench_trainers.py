@@ -1,0 +1,74 @@
+"""`outrider bench trainers`: the recipes, what speculators is given, and the ratios."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+
+from outrider.conf.errors import ConfigError
+from outrider.data.tokenise import Document
+from outrider.launch.bench import speculators_data, trainers
+from outrider.launch.bench.trainers import Options, contenders, summarise
+from tests import tiny
+
+
+def test_speculators_runs_at_every_rate_with_and_without_its_norm() -> None:
+    ours, *theirs = contenders(Options(rates=(1e-3, 1e-2)))
+    assert ours.name == "outrider"
+    assert [one.words for one in theirs] == [
+        ("--lr", "0.001", "--norm-before-fc"),
+        ("--lr", "0.001", "--no-norm-before-fc"),
+        ("--lr", "0.01", "--norm-before-fc"),
+        ("--lr", "0.01", "--no-norm-before-fc"),
+    ]
+
+
+def test_ratio_is_of_sums_and_its_interval_is_paired() -> None:
+    """Every dialogue has 3 tokens per round here and 2 there: 1.5 times as many, without spread."""
+    key = "chain 4, T=0"
+    ours = {f"d{i}": [3.0 * i, float(i)] for i in range(1, 9)}
+    theirs = {name: [2.0 * rounds, rounds] for name, (_, rounds) in ours.items()}
+    results: dict[str, Any] = {
+        "outrider": {"decoded": {key: ours}, "taus": {key: [3.0]}, "seconds": [5.0, 7.0, 30.0]},
+        "speculators": {"decoded": {key: theirs}, "taus": {key: [2.0]}, "seconds": [1.0]},
+    }
+    rows = summarise(results)
+    assert rows["outrider"]["seconds"] == 7.0
+    assert rows["outrider"][key]["ratio_95"] is None
+    row = rows["speculators"][key]
+    assert (row["tau"], row["seeds"], row["ratio"]) == (2.0, [2.0], 1.5)
+    assert row["ratio_95"] == pytest.approx((1.5, 1.5))
+
+
+def test_layers_and_the_state_before_the_final_norm_are_written(tmp_path: Path) -> None:
+    """Training conversations first; the head on the last normed state gives the target's logits."""
+    target = tiny.target()
+    target.set_taps((0,))
+    train = [
+        Document.of([5, 6, 7, 8], [False, True, True, True], "a"),
+        Document.of([3, 4], [False, True], "b"),
+    ]
+    held = [Document.of([9, 8, 7], [False, True, True], "c")]
+    speculators_data.write(tmp_path / "data", train, held, target, (1, 2))
+    table = load_from_disk(str(tmp_path / "data"))
+    split = json.loads((tmp_path / "data" / speculators_data.SPLIT).read_text())
+    assert [row["input_ids"].tolist() for row in table] == [[5, 6, 7, 8], [3, 4], [9, 8, 7]]
+    assert table[0]["loss_mask"].tolist() == [0, 1, 1, 1]
+    assert (split["documents"], split["tokens"], int(split["share"] * 3)) == (2, 6, 2)
+    assert target.taps == (0,)
+    first = load_file(tmp_path / "data" / "hidden_states" / "hs_0.safetensors")
+    ids, states = first["token_ids"], first["hidden_states"]
+    assert states.shape == (4, 3, target.shape().hidden)
+    last = target.final_norm(states[None, :, -1])
+    expected = target.model(ids[None]).logits
+    torch.testing.assert_close(target.logits(last), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_missing_environment_is_named_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make engines ENGINES=speculators"):
+        trainers.trainers([f"python={tmp_path / 'python'}", f"folder={tmp_path / 'runs'}"])
+    assert not (tmp_path / "runs").exists()
