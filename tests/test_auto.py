@@ -14,6 +14,7 @@ from outrider.conf.errors import ConfigError
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.chat import chat
 from outrider.eval.decoder import Decoder
+from outrider.eval.page.answers import choice_figure
 from outrider.eval.report_auto import auto_line, choice_shares
 from outrider.launch import cli
 from outrider.models.decode.auto.policy import Auto
@@ -121,6 +122,9 @@ def test_a_report_has_the_choices_and_the_ledger(
         for choice, drafted in zip(choices, line["drafted"], strict=True):
             assert (choice == "plain") == (drafted == 0)
     assert cli.main(["report", f"run.dir={run}"]) == 0
+    figure = choice_figure(lines[0])
+    assert figure.title == f"choices of decode=auto: {lines[0]['id']}"
+    assert figure.light.startswith("data:image/svg")
 
 
 def test_the_chat_shows_the_shape() -> None:
