@@ -34,7 +34,8 @@ from outrider.conf.short_forms import OPTIMIZER, SHORT_FORMS, config_words, expa
 T = TypeVar("T")
 CONF = Path(__file__).parent
 OF_ONE_POLICY = tuple(  # settings of a draft's shape
-    f"decode.{name}" for name in ("width", "nodes", "tree", "gain", "confidence", "acceptance_goal")
+    f"decode.{name}"
+    for name in ("width", "nodes", "tree", "gain", "confidence", "acceptance_goal", "auto.eps")
 )
 VALUE = re.compile(r"\w+(\.\w+)+=")  # the beginning of an override that is no choice of a group
 YAML_BYTES, YAML_DEPTH = 1 << 18, 32  # of a saved configuration, which has 5 KB and 4 levels

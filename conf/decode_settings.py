@@ -7,6 +7,15 @@ from outrider.conf.fields import COUNT0, DEPTHS, NODES, PROBABILITY, option
 
 
 @dataclasses.dataclass(frozen=True)
+class AutoConfig:
+    """Settings of decode=auto; everything else follows from measurement."""
+
+    eps: float = option(
+        0.03, "auto: what drafts may cost beyond plain decoding, as a share of its time", "[0, 1]"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """Shape of a draft, verification and sampling."""
 
@@ -18,7 +27,7 @@ class DecodeConfig:
         "auto",
         "draft tokens above temperature 0: best (the drafter's top-k), drawn (sampled without "
         "replacement), independent (with replacement), coupled (by noise shared with the target); "
-        "auto: drawn for chain and sampled_tree, best for other trees, coupled with verify=coupled",
+        "auto: drawn for chains and sampled_tree, best for other trees, coupled for verify=coupled",
     )
     verify: str = option(
         "auto",
@@ -30,6 +39,7 @@ class DecodeConfig:
         0.0, "chain: stop after a token of lower confidence; adaptive: by acceptance", PROBABILITY
     )
     acceptance_goal: float = option(0.9, "confidence=adaptive: share to accept", PROBABILITY)
+    auto: AutoConfig = dataclasses.field(default_factory=AutoConfig)
     gain: float = option(0.0, "trees: stop if a level adds fewer expected tokens", "[0, inf)")
     lenience: float = option(0.5, "lossy_lenience: accept with min(1, p / (lenience q))", "(0, 1]")
     epsilon: float = option(0.09, "lossy_typical: accept p > min(epsilon, delta exp(-H))", "(0, 1]")
@@ -47,7 +57,7 @@ class DecodeConfig:
 
     @property
     def kind(self) -> str:
-        """The policy's kind: chain, static_tree, dynamic_tree, or the name of a registered one."""
+        """The kind: chain, static_tree, dynamic_tree, auto, or the name of a registered policy."""
         return {"sampled_tree": "static_tree", "opt_tree": "dynamic_tree"}.get(self.name, self.name)
 
     @property
@@ -57,7 +67,7 @@ class DecodeConfig:
             return self.draft
         if self.verify == "coupled":
             return "coupled"
-        return "drawn" if self.name in ("chain", "sampled_tree") else "best"
+        return "drawn" if self.name in ("chain", "sampled_tree", "auto") else "best"
 
     @property
     def is_unwarped(self) -> bool:

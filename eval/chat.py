@@ -27,18 +27,20 @@ from outrider.conf.console import Console
 from outrider.conf.errors import RunError
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
+from outrider.eval.auto_policy import policy_beside
 from outrider.eval.decoder import Chat as Dialogue
 from outrider.eval.decoder import Decoder, Piece, Result
 from outrider.eval.metrics import ratio
 from outrider.eval.open_drafter import find_drafter, require_single_process
 from outrider.eval.rank_tables import tables_beside
 from outrider.eval.report import format_number
-from outrider.eval.requests import PLAIN
+from outrider.eval.report_auto import choice_shares
+from outrider.eval.requests import PLAIN, GenerationSettings
 from outrider.models.adapt import adapt
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.from_config import (
     depth_warning,
     greedy_warning,
-    policy_of,
     rule_of,
     sampling_of,
 )
@@ -76,10 +78,13 @@ def chat(
     console = console or Console()
     if config.eval.drafter is None:  # a published one may end drafts earlier: `depth_warning`
         config = adapt(config, Reporter(console).note)
-    policy = policy_of(config.decode, tables_beside(find_drafter(config)))
+    folder = find_drafter(config)
+    policy = policy_beside(config.decode, folder, tables_beside(folder))
     decoder = Decoder.from_config(config, policy)
     sampling = sampling_of(config.decode, decoder.target.vocab_size)
     how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
+    if isinstance(policy, Auto):  # measures its costs now, not within the first answer
+        decoder.engine(GenerationSettings(**how)).start([], 1)
     session = Session(
         console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens
     )
@@ -175,7 +180,11 @@ def progress_text(result: Result, plain: bool) -> str:
     if plain:
         return f"{tokens}, plain, {speed}"
     in_rounds = f"{rounds} round{'s' if rounds != 1 else ''}"
-    return f"{tokens} in {in_rounds}, tau {format_number(result.tau)}, {speed}"
+    text = f"{tokens} in {in_rounds}, tau {format_number(result.tau)}, {speed}"
+    if not result.choices:
+        return text
+    shape = choice_shares(result.choices) if result.stop_reason else result.choices[-1]
+    return f"{text}, {shape}"
 
 
 class StreamDecoder:
@@ -269,10 +278,14 @@ def _print_greeting(console: Console, decoder: Decoder, policy: Policy, config: 
     """Print the models, the policy and the meaning of the colours."""
     decode = config.decode
     shape = f"{decode.name} of depth {decode.depth}, temperature {decode.temperature:g}"
+    if isinstance(policy, Auto):
+        shape = f"auto, at most depth {policy.depth}, temperature {decode.temperature:g}"
     _print_dim(
         console, f"{decoder.target.name} with {config.eval.drafter or config.drafter.name}, {shape}"
     )
     assert decoder.drafter is not None, "from_config loads one"
+    for note in policy.notes if isinstance(policy, Auto) else ():
+        _print_dim(console, note)
     lossy = ""
     if decode.temperature > 0 and decode.verify in RULES and RULES[decode.verify].lossy:
         lossy = f"{decode.verify}: lossy, not the target's distribution"

@@ -9,13 +9,13 @@
 
 Outputs have the distribution of plain decoding, whatever the drafter; greedily, in float32, they
 are the same text. In half precision both hold up to rounding (docs/decoding.md, "Precision"). The
-policy is a name of conf/decode/ ("chain", "dynamic_tree", ...), a policy object, or "plain" for no
-speculation.
+policy is a name of conf/decode/ ("chain", "dynamic_tree", "auto", ...), a policy object, or "plain"
+for no speculation.
 """
 
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from outrider.conf.fields import from_dict
 from outrider.conf.schema import Config, DrafterSettings, TargetConfig, UntrainedConfig
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
+from outrider.eval.auto_policy import policy_beside
 from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
 from outrider.eval.rank_tables import tables_beside
@@ -65,6 +66,7 @@ class Result:
     seconds: float  # of the rounds
     prefill_seconds: float
     stop_reason: str  # "budget", "end token" or "stop string"; "" if max_new_tokens is 0
+    choices: list[str] = field(default_factory=list)  # of policy="auto": per round, what it drafted
     lossy: bool | None = False  # the rule changes the target's distribution; None: custom rule
 
     @property
@@ -108,6 +110,8 @@ class Decoder:
         check_policy(policy)
         self.target, self.tokenizer = target, tokenizer
         self.drafter, self.policy, self.tables = drafter, policy, tables
+        self._learning = dict[DecodeConfig, Policy]()
+        self.folder: Path | None = None  # of the drafter, where it has one
         self.changed: str | None = None  # how the drafter modified the target (Medusa-2)
 
     @classmethod
@@ -186,7 +190,7 @@ class Decoder:
         drafter, _ = formats.load(folder, target)
         attach_calibration(drafter, folder)
         decoder = cls(target, tokenizer, drafter, policy, tables_beside(folder))
-        decoder.changed = drafter.patch_target(target)
+        decoder.changed, decoder.folder = drafter.patch_target(target), folder
         return decoder
 
     # ---- generation ----
@@ -218,7 +222,8 @@ class Decoder:
     ) -> list[Result]:
         """Decode `batch` prompts together; the n-th answer is that of `generate` with seed + n.
 
-        Sampled answers of a drafter that learns from the others (suffix with `learn`) differ.
+        Sampled answers differ with policy="auto", whose choices depend on times, and with a drafter
+        that learns from the other answers (suffix with `learn`); their distribution does not.
         """
         setting, budget = GenerationSettings.of(how), check_budget(max_new_tokens)
         if isinstance(prompts, str):
@@ -276,13 +281,21 @@ class Decoder:
         if self.drafter is None:
             raise RunError("There is no drafter to speculate with.", 'Use policy="plain".')
         if isinstance(policy, str):
-            decode = _decode_config(policy, setting.sampling.temperature, setting.coupled)
-            if isinstance(settings := getattr(self.drafter, "cfg", None), DrafterSettings):
-                decode = from_config.suit_drafter(decode, settings)
-            policy = from_config.policy_of(decode, self.tables)
+            policy = self._policy_of(policy, setting)
         if warning := from_config.depth_warning(policy, self.drafter):
             warnings.warn(warning, stacklevel=6)
         return policy
+
+    def _policy_of(self, name: str, setting: GenerationSettings) -> Policy:
+        """Return the policy of a name; that of "auto" learns, and is kept for later answers."""
+        decode = _decode_config(name, setting.sampling.temperature, setting.coupled)
+        if isinstance(settings := getattr(self.drafter, "cfg", None), DrafterSettings):
+            decode = from_config.suit_drafter(decode, settings)
+        if decode.kind != "auto":
+            return from_config.policy_of(decode, self.tables)
+        if decode not in self._learning:
+            self._learning[decode] = policy_beside(decode, self.folder, self.tables)
+        return self._learning[decode]
 
     def text(self, ids: list[int]) -> str:
         """Decode token ids, without special tokens."""
@@ -295,7 +308,8 @@ class Decoder:
         lossy = setting.lossy if (setting.policy or self.policy) != PLAIN else False
         return Result(
             list(out.ids), text[: min(ends, default=len(text))], list(out.accepted),
-            list(out.origins), out.tau, out.times.rounds, out.times.prefill, out.stop_reason, lossy,
+            list(out.origins), out.tau, out.times.rounds, out.times.prefill, out.stop_reason,
+            list(out.choices), lossy,
         )  # fmt: skip
 
 

@@ -31,11 +31,13 @@ from outrider.data.conversations import Message, Prompt
 from outrider.data.rendered_text import Tokenizer
 from outrider.data.suite import eval_source, load_suite
 from outrider.data.tokenise import prompt_ids
+from outrider.eval.auto_policy import policy_beside
 from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise
 from outrider.eval.rank_tables import read_tables
 from outrider.eval.report import Mismatch, Report, format_number
+from outrider.eval.report_auto import answer_fields, summarise_auto
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.from_config import depth_warning, policy_of, rule_of, sampling_of
+from outrider.models.decode.from_config import depth_warning, rule_of, sampling_of
 from outrider.models.decode.request import Output, Stops
 from outrider.models.decode.rules.rule_table import RULES
 from outrider.models.decode.verifier import CoupledVerifier
@@ -81,6 +83,8 @@ def measure(
         if warning := depth_warning(measurement.policy, drafter):
             console.print(warning, style="yellow")
         measurement.warm_up(suite[: config.eval.warmup])
+        for note in getattr(measurement.policy, "notes", ()):
+            console.print(note, style="dim", soft_wrap=True)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         status = TextColumn("{task.fields[status]}"), TimeRemainingColumn()
         with Progress(*columns, *status, console=console, transient=True) as progress:
@@ -108,7 +112,9 @@ class Measurement:
         self.mismatches, self.left_out = list[Mismatch](), list[str]()
         decode, stops = config.decode, Stops(stop_ids(tokenizer, target))
         sampling = sampling_of(decode, target.vocab_size)
-        self.policy = policy = policy_of(decode, read_tables(Path(config.run.dir)))
+        run = Path(config.run.dir)
+        own = run / "drafter" if config.eval.drafter is None else None
+        self.policy = policy = policy_beside(decode, own, read_tables(run))
         rule = rule_of(decode, policy)
         self.rule = rule.name
         self.fast = Engine(target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
@@ -160,7 +166,7 @@ class Measurement:
         row = {
             "id": name, "dialogue": prompt.id, "category": prompt.category, "prompt": question,
             "prompt_ids": ids, "output_ids": fast.ids,
-            "baseline_ids": None if plain is None else plain.ids,
+            "baseline_ids": None if plain is None else plain.ids, **answer_fields(fast),
             **{key: getattr(fast, key) for key in ROUNDS},
             "steps": self._steps(fast), "seconds": asdict(_median_times(runs[-1])),
             "baseline_seconds": None if plain is None else asdict(_median_times(runs[0])),
@@ -175,7 +181,7 @@ class Measurement:
     def _steps(self, out: Output) -> int:
         """Return the drafter steps of an answer: per round the depth, limited by the budget."""
         decode = self.config.decode
-        if decode.confidence or decode.gain:  # drafting may stop earlier
+        if decode.confidence or decode.gain or decode.kind == "auto":  # drafting may stop earlier
             return sum(out.drafted)
         return sum(min(self.depth, room) for room in out.room)
 
@@ -269,6 +275,7 @@ class Measurement:
             "device": self.target.device.type,
             "threads": torch.get_num_threads(),
             "left_out": self.left_out,
+            **summarise_auto(self.outputs, getattr(self.policy, "notes", ())),
             "fingerprints": self._fingerprints(),
             "versions": {
                 "outrider": outrider.__version__,

@@ -18,6 +18,7 @@ from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import RATE, number, read_object, read_rows, token
 from outrider.conf.quantities import format_count
 from outrider.eval.metrics import METRICS, ROUND_PARTS, Summary
+from outrider.eval.report_auto import ANSWER, SUMMARY
 from outrider.models.decode.rules.rule_table import COUPLED
 
 # top-2 gaps of logits that rounding can bridge: about four units in the last place at 16 to 32
@@ -42,13 +43,14 @@ REPORT = PART | {  # `<out>.json`
     "mismatches": [
         {"id": str, "position": int, "token, baseline_token": (int, None), "gap": number}
     ],
+    "auto?": SUMMARY,
     "theory": ({"from_times, no_overhead, free_verify, iid, best_gamma": RATE}, None),
 }  # fmt: skip
 OUTPUT = {  # a line of `<out>.outputs.jsonl`
     "id, category, prompt": str, "prompt_ids, output_ids, accepted": [token],
     "origins?": [str], "rejected?": [(token, None)], "baseline_ids?": ([token], None),
     "dialogue?": str, "drafted?, room?": [token], "steps?": int,
-    "seconds?": {str: float}, "baseline_seconds?": ({str: float}, None),
+    "auto?": ANSWER, "seconds?": {str: float}, "baseline_seconds?": ({str: float}, None),
 }  # fmt: skip
 
 

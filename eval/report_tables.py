@@ -19,6 +19,7 @@ from outrider.eval.report import (
     headline,
     save,
 )
+from outrider.eval.report_auto import auto_line
 from outrider.models.drafters import drafter_class
 from outrider.train import own_text
 from outrider.train.manifest import read_training
@@ -76,6 +77,8 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
     console.print(_time_table(total, in_full))
     if in_full and report.theory is not None:
         console.print(_theory_table(total, report.theory))
+    if "auto" in setting:
+        console.print(auto_line(setting["auto"]), soft_wrap=True)
     if report.forecast is not None:
         predicted = f"{report.forecast:.2f} predicted by teacher forcing on this text"
         decoded = f"tau {format_number(total.tau)} at depth {setting['depth']}"

@@ -14,6 +14,8 @@ from outrider.conf.compose import choices
 from outrider.conf.errors import ConfigError, RunError
 from outrider.data.conversations import Message
 from outrider.data.tokenise import prompt_ids
+from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.from_config import AUTO_RULES
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules.rule_table import COUPLED, RULES, BoundRule, VerifyFn, bind_rule
 from outrider.models.decode.sampling_params import Sampling
@@ -168,6 +170,8 @@ class GenerationSettings:
         """Return the rule for the drafts of a policy; None greedily and for the default."""
         if not isinstance(self.rule, str):
             return self.rule
+        if isinstance(policy, Auto) and self.rule in AUTO_RULES:
+            return policy.default_rule(self.rule)
         if self.sampling.greedy or (policy is None and not self.coupled):
             return None  # plain decoding differs by noise only
         return bind_rule(self.rule, COUPLED if policy is None else policy.draft)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.eval.plan.forward_times import SyntheticRounds, interleaved_ms
+from outrider.models.decode.costs.forward_times import SyntheticRounds, interleaved_ms
 from tests import tiny
 
 

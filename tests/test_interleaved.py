@@ -14,7 +14,7 @@ from outrider.eval.plan.interleaved import (
     decode,
     tree_policy,
 )
-from outrider.eval.plan.round_costs import RoundCost
+from outrider.models.decode.costs.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request

@@ -20,7 +20,6 @@ from outrider.conf.command_settings import AdviseConfig
 from outrider.conf.console import Console
 from outrider.conf.files import write_json
 from outrider.data.reporter import Reporter
-from outrider.eval.plan.round_costs import Grid
 from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import make_plan
 from outrider.eval.rank_tables import TABLES
@@ -31,6 +30,7 @@ from outrider.launch.advise import Pilot, write_advice
 from outrider.launch.compare import compare
 from outrider.launch.memory import memory
 from outrider.models.decode import tree_shapes
+from outrider.models.decode.costs.round_costs import Grid
 from tests.runs import config
 from tests.test_plan_surface import FakeTimes
 from tests.test_report import measured, report

@@ -11,12 +11,12 @@ from outrider.conf.compose import compose, verb_group
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, to_yaml
 from outrider.eval.plan import command
-from outrider.eval.plan.round_costs import Grid
 from outrider.eval.plan.show import Check
 from outrider.eval.plan.surface import surface
 from outrider.eval.run import evaluate
 from outrider.launch.bench import decode
 from outrider.launch.compare import compare
+from outrider.models.decode.costs.round_costs import Grid
 from outrider.train.settings import parse
 from tests.test_eval_run import configured, workspace  # noqa: F401 - a fixture
 from tests.test_plan_surface import TABLE, TAU, FakeTimes

@@ -11,17 +11,7 @@ import pytest
 import torch
 
 from outrider.conf.console import Console
-from outrider.data.reporter import Reporter
-from outrider.eval.plan.forward_times import measure_forwards
 from outrider.eval.plan.roofline import MACHINES, ModelSize, RooflineTimes
-from outrider.eval.plan.round_costs import (
-    PLAIN,
-    DraftShape,
-    Grid,
-    MeasuredTimes,
-    RoundCost,
-    TimeGrid,
-)
 from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import (
     Plan,
@@ -30,6 +20,15 @@ from outrider.eval.plan.surface import (
     make_plan,
     recommended,
     surface,
+)
+from outrider.models.decode.costs.forward_times import measure_forwards
+from outrider.models.decode.costs.round_costs import (
+    PLAIN,
+    DraftShape,
+    Grid,
+    MeasuredTimes,
+    RoundCost,
+    TimeGrid,
 )
 from outrider.models.decode.tree_shapes import expected
 from tests import tiny
@@ -54,7 +53,9 @@ class FakeTimes(MeasuredTimes):
     def assumptions(self) -> tuple[str, ...]:
         return ("Times are fake.",)
 
-    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+    def parts(
+        self, shape: DraftShape, batch: int, context: int, extrapolate: bool = False
+    ) -> RoundCost:
         times = 2.0 * shape.depth, 10.0 + batch * shape.nodes, 0.5 if shape.depth else 0.0
         return RoundCost(*(self.factor * time for time in times))
 
@@ -257,7 +258,7 @@ def test_plan_from_measured_forwards() -> None:
     drafter = tiny.drafter("eagle3", target).eval()
     target.set_taps([2])
     grid = Grid([1, 2], [1, 2], [], [1, 2], [8, 16])
-    timing = measure_forwards(target, drafter, "here", [8], grid, 1, Reporter.silent())
+    timing = measure_forwards(target, drafter, "here", [8], grid, 1)
     assert target.taps == (2,)
     assert timing.target.axes == {"tokens": (1, 8), "batch": (1, 2), "context": (8, 16)}
     assert timing.draft.axes["width"] == (1, 2)

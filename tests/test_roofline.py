@@ -14,8 +14,8 @@ from outrider.eval.plan.roofline import (
     drafter_sizes,
     forward_seconds,
 )
-from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid
 from outrider.eval.theory import expected_tokens
+from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, Grid
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 from tests import tiny

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.eval.plan.round_costs import (
+from outrider.models.decode.costs.round_costs import (
     ABSORBED_ROWS,
     PLAIN,
     DecodedRound,

@@ -17,6 +17,7 @@ from outrider.conf.files import write, write_json
 from outrider.conf.json_shapes import RATE, number, read_object
 from outrider.conf.schema import Config, to_dict, to_yaml
 from outrider.conf.shown_text import mask_values
+from outrider.models.target.process import processor
 
 PACKAGES = (
     "outrider", "torch", "transformers", "accelerate", "deepspeed", "datasets", "hydra-core",
@@ -73,14 +74,6 @@ def machine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    file = Path("/proc/cpuinfo")  # of Linux
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def write_manifest(folder: Path, config: Config, facts: dict[str, Any]) -> None:

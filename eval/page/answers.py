@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from outrider.eval.page.elements import AnnotatedAnswer, Collapsible, Note, Part
+from outrider.eval.page.elements import AnnotatedAnswer, Collapsible, Figure, Note, Part
+from outrider.eval.page.figures import curves, draw
 from outrider.eval.page.run_files import RunFiles
 from outrider.eval.token_origins import TextDecoder, origin_spans
 
@@ -34,8 +35,25 @@ def answer_parts(run: RunFiles, tokenizer: TextDecoder | str, count: int) -> Ite
         ranked = sorted(rows, key=lambda row: -_tau(row))
         last, number = len(ranked) - 1, min(count, len(ranked))
         chosen = [ranked[round(k * last / max(1, number - 1))] for k in range(number)]
-        answers = [_answer(row, tokenizer) for row in chosen]
+        answers: list[Part] = [_answer(row, tokenizer) for row in chosen]
+        answers += [choice_figure(row) for row in chosen[:1] if "auto" in row]
         yield from answers if i == 0 else [Collapsible(out, answers)]
+
+
+def choice_figure(row: dict[str, Any]) -> Figure:
+    """Draw what decode=auto drafted along an answer, and why."""
+    lines = {
+        "drafted levels": row["drafted"],
+        "accepted tokens": row["accepted"],
+        "gain": row["auto"]["gains"],
+    }
+    points = {name: list(enumerate(values, start=1)) for name, values in lines.items()}
+    definition = (
+        "gain: expected tokens per second of the best draft over those of plain decoding; below 1 "
+        "no draft pays, and rounds are plain but for probes."
+    )
+    paint = curves(points, "round", "levels, tokens, gain")
+    return draw(f"choices of decode=auto: {row['id']}", definition, paint)
 
 
 def _tau(row: dict[str, Any]) -> float:

@@ -16,27 +16,25 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 from outrider.conf.command_settings import PlanConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
-from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.measure import answered_trace
 from outrider.eval.open_drafter import load_run_models
-from outrider.eval.plan.forward_times import measure_forwards
 from outrider.eval.plan.interleaved import InterleavedRuns, calibration_shapes, decode
 from outrider.eval.plan.replay import rank_paths, tau
 from outrider.eval.plan.roofline import MACHINES, Machine, ModelSize, RooflineTimes, drafter_sizes
-from outrider.eval.plan.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
 from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models import drafters
+from outrider.models.decode.costs.cost_table import FILE, CostSetting, write_costs
+from outrider.models.decode.costs.forward_times import measure_forwards
+from outrider.models.decode.costs.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
 from outrider.models.decode.policy import Policy
@@ -44,7 +42,6 @@ from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.load import LoadedTarget, stop_ids
-from outrider.train.manifest import processor
 
 RANKS = 10
 OTHER_MODELS = (
@@ -163,6 +160,8 @@ class PlanStudy:
         runs = decode(shapes, self._engine, self._requests, reporter)
         alone = self._forwards([DraftShape.of(paths) for paths in trees.values()], grid, reporter)
         times = replace(alone, decoded=self._decoded_rounds(alone, runs, calibration, grid))
+        setting = CostSetting.of(self.target, self.drafter)  # decode=auto plans by the same times
+        write_costs(Path(self.config.run.dir) / FILE, times, setting)
         plan = make_plan(self.table, self.tau, times, grid)
         near = min(grid.contexts, key=lambda context: abs(context - self._mean_context()))
         rows = {(row.batch, row.key): row for row in plan.rows if row.context == near}
@@ -183,13 +182,15 @@ class PlanStudy:
         self, shapes: Sequence[DraftShape], grid: Grid, reporter: Reporter
     ) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding."""
-        threads = format_count(torch.get_num_threads(), "thread")
-        name = f"{processor()}, {threads}"
+        name = CostSetting.of(self.target, self.drafter).name
         tokens = [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))
         grid = grid._replace(widths=[*grid.widths, widest])
         models, repeats = (self.target, self.drafter), self.options.repeats
-        return measure_forwards(*models, name, tokens, grid, repeats, reporter)
+        settings = len({*grid.batches}) * len({*grid.contexts})
+        with reporter.progress("timing forwards", settings, "batches and contexts") as progress:
+            advance = partial(progress.advance, 1)
+            return measure_forwards(*models, name, tokens, grid, repeats, advance)
 
     def _decoded_rounds(
         self, times: MeasuredTimes, runs: InterleavedRuns, calibration: Sequence[Paths], grid: Grid

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.data.reporter import Reporter
 from outrider.eval.plan.replay import complete_rounds
-from outrider.eval.plan.round_costs import RoundCost
+from outrider.models.decode.costs.round_costs import RoundCost
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request

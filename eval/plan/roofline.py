@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from outrider.eval.plan.forward_times import SyntheticRounds
-from outrider.eval.plan.round_costs import DraftShape, Grid, RoundCost
+from outrider.models.decode.costs.forward_times import SyntheticRounds
+from outrider.models.decode.costs.round_costs import DraftShape, Grid, RoundCost
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 

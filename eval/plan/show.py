@@ -56,7 +56,7 @@ def print_plan(
         words: of the command line, for the command that decodes with the best draft.
         in_full: every draft, check, definition and assumption, too.
     """
-    verdict, command = _verdict(plan, words)
+    verdict, command = _verdict(plan, words, measured=bool(checks))
     console.print(verdict, style="bold")
     if command:
         console.print(command, style="bold", soft_wrap=True)
@@ -86,17 +86,23 @@ def print_plan(
         console.print(f"- {sentence}", style="dim")
 
 
-def _verdict(plan: Plan, words: str) -> tuple[str, str]:
-    """Return the best draft of the first setting with its speedup, and how to decode with it."""
+def _verdict(plan: Plan, words: str, measured: bool) -> tuple[str, str]:
+    """Return the best draft of the first setting with its speedup, and how to decode with it.
+
+    Args:
+        measured: on this machine, so that decode=auto begins like this.
+    """
     best = plan.recommended[0]
     setting = f"at batch {best.batch}, context {best.context}, on {plan.name}"
     if not best.depth:
-        return f"No draft is faster than plain decoding {setting}.", ""
+        also = " decode=auto then decodes plainly." if measured else ""
+        return f"No draft is faster than plain decoding {setting}.{also}", ""
     shape = f"decode=static_tree decode.width={best.width} decode.nodes={best.nodes}"
     shape = "decode=chain" if best.width == 1 else shape
     speed = f"{best.speedup:.2f}x predicted, tau {best.tau:.2f}"
     command = f"outrider eval {words} {shape} decode.depth={best.depth}"
-    return f"Fastest {setting}: {best.label}, {speed}.", f"Measure it: {command}"
+    also = " decode=auto begins with it." if measured else ""
+    return f"Fastest {setting}: {best.label}, {speed}.{also}", f"Measure it: {command}"
 
 
 def _verdict_of_checks(checks: Sequence["Check"]) -> Text:

@@ -26,9 +26,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.eval.plan.roofline import RooflineTimes
-from outrider.eval.plan.round_costs import PLAIN, DraftShape, Grid, MeasuredTimes
 from outrider.eval.theory import speedup_from_times
 from outrider.models.decode import tree_shapes
+from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, Grid, MeasuredTimes
 from outrider.models.decode.tree_shapes import Paths
 
 FORMAT = "outrider-plan-1"

@@ -13,11 +13,12 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.packages import install_command
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
+from outrider.eval.auto_policy import policy_beside
 from outrider.eval.decoder import Decoder
 from outrider.eval.open_drafter import find_drafter, require_single_process
 from outrider.eval.rank_tables import tables_beside
 from outrider.models.adapt import adapt
-from outrider.models.decode.from_config import depth_warning, policy_of
+from outrider.models.decode.from_config import depth_warning
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules.rule_table import RULES
 
@@ -39,8 +40,9 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
     with closing(listen(options)) as listener:
         if config.eval.drafter is None:  # a published one may end drafts earlier: `depth_warning`
             config = adapt(config, Reporter(console).note)
-        tables = tables_beside(find_drafter(config))
-        policy = policy_of(config.decode, tables)
+        folder = find_drafter(config)
+        tables = tables_beside(folder)
+        policy = policy_beside(config.decode, folder, tables)
         decoder = Decoder.from_config(config, policy)
         tokens = config.eval.max_new_tokens
         server = Server(decoder, config.decode, options, listener, console, tokens, tables)

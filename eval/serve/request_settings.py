@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from outrider.conf.decode_settings import DecodeConfig
+from outrider.eval.auto_policy import policy_beside
 from outrider.eval.requests import GenerationSettings
 from outrider.eval.serve.parameters import Parameters
-from outrider.models.decode.from_config import Tables, check_decode, policy_of, rule_of, sampling_of
+from outrider.models.decode.from_config import Tables, check_decode, rule_of, sampling_of
 from outrider.models.decode.sampling_params import Sampling
 
 KNOWN = 64  # settings whose policy is kept
@@ -15,8 +17,11 @@ KNOWN = 64  # settings whose policy is kept
 class RequestSettings:
     """The settings of requests; policy and rule follow from the sampling as for `outrider eval`."""
 
-    def __init__(self, decode: DecodeConfig, tables: Tables | None, vocab: int) -> None:
-        self.decode, self.tables, self.vocab = decode, tables, vocab
+    def __init__(
+        self, decode: DecodeConfig, tables: Tables | None, vocab: int, drafter: Path | None = None
+    ) -> None:
+        """`drafter` is its folder, if it has one."""
+        self.decode, self.tables, self.vocab, self.drafter = decode, tables, vocab, drafter
         self._of = lru_cache(maxsize=KNOWN)(self._decoding)
 
     def __call__(self, asked: Parameters, seed: int) -> GenerationSettings:
@@ -33,6 +38,6 @@ class RequestSettings:
     def _decoding(self, decode: DecodeConfig) -> GenerationSettings:
         check_decode(decode)
         sampling = sampling_of(decode, self.vocab)
-        policy = policy_of(decode, self.tables)
+        policy = policy_beside(decode, self.drafter, self.tables)
         rule = rule_of(decode, policy)
         return GenerationSettings(**sampling._asdict(), policy=policy, rule=rule)

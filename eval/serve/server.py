@@ -60,7 +60,7 @@ class Server:
         self.worker = Worker(
             decoder, options, default_tokens, self.metrics, self._print_answer, self._print_bug
         )
-        settings = RequestSettings(decode, tables, decoder.target.vocab_size)
+        settings = RequestSettings(decode, tables, decoder.target.vocab_size, decoder.folder)
         name, key = options.model or decoder.target.name, os.environ.get(KEY) or None
         self.service = Service(self.worker, options, self.metrics, name, settings, key)
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
-from outrider.eval.plan.forward_times import interleaved_ms
 from outrider.launch.bench import common
 from outrider.models.argmax import first_argmax
+from outrider.models.decode.costs.forward_times import interleaved_ms
 from outrider.models.drafters.eagle3 import Config as Eagle3Config
 from outrider.models.drafters.eagle3 import Eagle3
 from outrider.models.drafting.vocab import DraftVocab

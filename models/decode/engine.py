@@ -7,9 +7,9 @@ slot at once; prompts of one length that start together are read in one forward.
 every tree is only the root, which is the baseline.
 
 An answer does not depend on the batch it is in: every request has its own slot, random numbers and
-drafter state, and padding is masked. With a drafter that learns from finished answers
-(`Drafter.finish`), a seed's sampled answer depends on the answers before it: drafts decide how
-random numbers are used. Its distribution does not.
+drafter state, and padding is masked. Two things change a seed's sampled answer, not its
+distribution, since drafts decide how random numbers are used: earlier answers, with a drafter that
+learns from them (`Drafter.finish`), and the times of rounds, with decode=auto.
 
 Shape letters: B requests, N nodes, V tokens.
 """
@@ -24,9 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import RunError
-from outrider.models.cache.kv_cache import KVCache
-from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode import tree_layout
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.draft_context import DRAFTER_FIX, DraftContext
 from outrider.models.decode.policy import Draft, Policy, check_compatible, default_rule_of
 from outrider.models.decode.request import (
@@ -51,7 +50,6 @@ from outrider.models.interface import Trace
 from outrider.models.target.target import Target, TargetStates
 
 PREFILL_MASK = 2**24  # elements of the mask with which a piece of a prompt is read
-TARGET_FIX = "Check the target's files, its precision and its cache (outrider doctor)."
 
 
 class Engine:
@@ -84,7 +82,10 @@ class Engine:
                 fit the policy's drafts.
             ConfigError: trees for a target or a draft model with recurrent layers.
         """
-        if policy is not None and policy.branches:
+        self.auto = policy if isinstance(policy, Auto) else None
+        if self.auto is not None and drafter is not None:
+            drafter = self.auto.wrap(drafter, target)
+        elif policy is not None and policy.branches:
             tree_layout.require_no_states(target, drafter)
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling = sampling.check(target.vocab_size)
@@ -154,8 +155,10 @@ class Engine:
         for request in requests:
             check_request(request, self.target.shape().max_positions, self.target.vocab_size)
         rows = max(map(self.rows_of, requests), default=1)
+        if self.auto is not None:
+            self.auto.prepare(self.target, slots, rows)
         if dialogue is not None and dialogue.cache is not None:
-            self.cache: KVCache | SplitCache = dialogue.cache
+            self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
         elif self.drafter is None:
             self.cache = self.target.new_cache(rows, slots)
@@ -313,7 +316,8 @@ class Engine:
         self._set_taps()
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)
-        draft, drafted = self._draft(active, times)
+        skips = self.auto is not None and not self.auto.drafts(active)
+        draft, drafted = (self._no_draft(active), ()) if skips else self._draft(active, times)
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
         watch.lap()  # building the tree and its mask counts as overhead
@@ -327,8 +331,10 @@ class Engine:
             self._record(one, slot, decision.scores[slot], paths[-1])
         counts = [*map(len, paths)]
         times.verify += watch.lap()
-        if self.drafter is None:
+        if skips or self.drafter is None:
             cache.keep_rows(paths)
+            if self.auto is not None:
+                self.auto.defer(active, prefix, states)
             times.commit += watch.lap()
         else:
             texts = [one.out.ids[-count - 1 :] for one, count in zip(active, counts, strict=True)]
@@ -347,8 +353,7 @@ class Engine:
     ) -> tuple[Draft, Sequence[State]]:
         """Return the draft, and the drafter's states after its last step."""
         if self.drafter is None or self.policy is None:
-            newest = [[one.out.ids[-1]] for one in active]
-            return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None), ()
+            return self._no_draft(active), ()
         rng = NO_RANDOMNESS  # draws need not check: verification refuses tokens of NaN rows
         if self.policy.draft in SAMPLED_DRAFTS:
             rng = self.verifier.random_source(check_mass=False)
@@ -363,6 +368,10 @@ class Engine:
         except EmptyDistribution as error:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
 
+    def _no_draft(self, active: list[ActiveRequest]) -> Draft:
+        newest = torch.tensor([one.out.ids[-1:] for one in active], device=self.target.device)
+        return Draft(Tree.chain(newest), None)
+
     def _adjusted(self, logits: Rows, tree: Tree, first: int = 0) -> Rows:
         """Apply penalties and bans, each node with its own text."""
         if self.history is None:
@@ -370,13 +379,7 @@ class Engine:
         return self.sampling.adjust(logits, self.history.at_nodes(tree, first))
 
     def _decide(self, draft: Draft, logits: Rows) -> Decision:
-        try:
-            return self.verifier.decide(draft, logits)
-        except FloatingPointError:
-            message = "The target's logits are not finite (NaN or infinite)."
-            raise RunError(message, TARGET_FIX) from None
-        except ValueError as error:
-            raise RunError(f"A round could not be verified: {error}", TARGET_FIX) from error
+        return self.verifier.decide_or_explain(draft, logits)
 
     def _record(
         self, one: ActiveRequest, slot: int, scores: Float[Tensor, "N V"], path: list[int]

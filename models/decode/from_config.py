@@ -19,6 +19,7 @@ from outrider.conf.plugins import OWN_PART, Registry
 from outrider.conf.schema import Config, EvalConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.rules.rule_table import (
@@ -38,6 +39,7 @@ SHARED = (
     "verify", "lenience", "epsilon", "delta", "draft",
     *(name for name in Sampling._fields if name != "temperature"),
 )  # fmt: skip
+AUTO_DRAFTS, AUTO_RULES = ("auto", "coupled"), ("auto", "ratio", "block", "coupled")
 # of `decode`, without effect at temperature 0
 ABOVE_ZERO = ("verify", "draft", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p")
 Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
@@ -73,6 +75,11 @@ def _chain(decode: DecodeConfig, tables: Tables | None) -> Policy:
     return Chain(decode.depth, draft_of(decode), confidence)
 
 
+def _auto(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    settings = decode.auto
+    return Auto(decode.depth, decode.nodes, decode.width, draft_of(decode), settings.eps)
+
+
 def _dynamic_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
     return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft_of(decode))
 
@@ -89,7 +96,7 @@ def _static_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
 
 OWN_POLICIES: dict[str, PolicyFn] = {
     "chain": _chain, "static_tree": _static_tree, "sampled_tree": _static_tree,
-    "dynamic_tree": _dynamic_tree, "opt_tree": _dynamic_tree,
+    "dynamic_tree": _dynamic_tree, "opt_tree": _dynamic_tree, "auto": _auto,
 }  # fmt: skip
 # what `decode.name` may name; a registered one has the settings and the depth of a tree
 POLICIES: Registry[PolicyFn] = Registry(
@@ -157,6 +164,8 @@ def greedy_warning(decodings: Sequence[DecodeConfig]) -> str:
 def rule_of(decode: DecodeConfig, policy: Policy) -> BoundRule:
     """Return the verification rule at temperatures above 0."""
     name = decode.verify
+    if isinstance(policy, Auto):
+        return policy.default_rule(name if decode.temperature else "auto")
     if name == "auto" or decode.temperature == 0:
         return bind_rule(default_rule(policy.draft, not policy.branches), policy.draft)
     return bind_rule(name, policy.draft, **_rule_parameters(decode))
@@ -193,6 +202,9 @@ def check_decode(decode: DecodeConfig) -> None:
     for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
         if getattr(decode, key) and decode.kind != kind and decode.name in OWN_POLICIES:
             raise refuse(key, f"Only decode={kind} has this setting.", f"Use decode={kind}.")
+    if decode.kind == "auto":
+        _check_auto(decode)
+        return
     if decode.acceptance_goal != DecodeConfig.acceptance_goal and decode.confidence != "adaptive":
         why, fix = "Only an adaptive confidence has a goal.", "Add decode.confidence=adaptive."
         raise refuse("acceptance_goal", why, fix)
@@ -206,6 +218,15 @@ def check_decode(decode: DecodeConfig) -> None:
     if rule.chains_only and not chain:
         fix = "Use decode=chain, or traversal for a tree."
         raise refuse("verify", "It verifies chains only.", fix)
+
+
+def _check_auto(decode: DecodeConfig) -> None:
+    """Raise ConfigError for drafts or a rule that decode=auto does not choose between."""
+    for key, known in (("draft", AUTO_DRAFTS), ("verify", AUTO_RULES)):
+        if (value := getattr(decode, key)) not in known:
+            why = "decode=auto verifies drawn chains and trees of top-k tokens, or coupled ones."
+            fix = f"Use one of {', '.join(known)}, or another decode=..."
+            raise ConfigError(f"decode.{key}", value, why, fix)
 
 
 def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:

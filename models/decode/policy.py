@@ -160,8 +160,17 @@ def root_index(batch: int, device: torch.device) -> Int[Tensor, "B 1"]:
     return torch.zeros(batch, 1, dtype=torch.long, device=device)
 
 
-def default_rule_of(policy: Policy | None) -> VerifyFn:
+@runtime_checkable
+class OwnRule(Protocol):
+    """A policy whose drafts are of several kinds, and which brings the rule for them."""
+
+    def default_rule(self) -> BoundRule: ...
+
+
+def default_rule_of(policy: Policy | None) -> BoundRule:
     """Return the default lossless rule for a policy's drafts."""
+    if isinstance(policy, OwnRule):
+        return policy.default_rule()
     draft, chain = (BEST, True) if policy is None else (policy.draft, not policy.branches)
     return bind_rule(default_rule(draft, chain), draft)
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from outrider.conf.errors import RunError
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.recurrent_states import States
+from outrider.models.decode.acceptance import RequestAcceptance
 from outrider.models.decode.adaptive_confidence import Threshold
+from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.round_times import RoundTimes
 from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
 from outrider.models.decode.rules.round_outcome import RoundOutcome
@@ -54,6 +56,9 @@ class Output:
             trees, where several are rejected at once.
         gaps: per new token, the target's margin between the largest and the second largest score
             (logits with penalties, and with noise where it decides); empty unless requested.
+        choices, gains: per round of decode=auto, what was drafted, and the expected tokens per
+            second of the best draft over those of plain decoding.
+        ledger: of decode=auto, which the requests of a batch share.
         stop_reason: why it ended: "budget", "end token" or "stop string"; "" while it continues.
     """
 
@@ -64,6 +69,9 @@ class Output:
     room: list[int] = field(default_factory=list)
     rejected: list[int | None] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    choices: list[str] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
+    ledger: Ledger | None = None
     times: RoundTimes = field(default_factory=RoundTimes)
     stop_reason: str = ""
 
@@ -129,6 +137,7 @@ class ActiveRequest:
     Attributes:
         noise: where a verifier chooses tokens with noise.
         threshold: where a policy adapts its confidence.
+        acceptance: where a policy estimates it.
         absorbed: by the drafter, whose state is `state`.
         root: the newest token on the device; set when rows are absorbed.
     """
@@ -138,6 +147,7 @@ class ActiveRequest:
     generator: Random
     noise: GumbelNoise | None = None
     threshold: Threshold | None = None
+    acceptance: RequestAcceptance | None = None
     absorbed: Absorbed = field(default_factory=Absorbed)
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)

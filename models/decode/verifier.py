@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.conf.errors import RunError
 from outrider.models.argmax import first_max
 from outrider.models.decode.policy import Draft, Policy
 from outrider.models.decode.request import ActiveRequest
@@ -28,6 +29,7 @@ from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.target.target import Target
 
+TARGET_FIX = "Check the target's files, its precision and its cache (outrider doctor)."
 NO_RANDOMNESS: RandomSource = GeneratorSource([], 0)
 
 
@@ -98,6 +100,16 @@ class Verifier(ABC):
             FloatingPointError: logits are not finite.
             ValueError: the draft cannot be verified by the rule.
         """
+
+    def decide_or_explain(self, draft: Draft, logits: Rows) -> Decision:
+        """`decide`, with a RunError where the target's logits or the draft cannot be used."""
+        try:
+            return self.decide(draft, logits)
+        except FloatingPointError:
+            message = "The target's logits are not finite (NaN or infinite)."
+            raise RunError(message, TARGET_FIX) from None
+        except ValueError as error:
+            raise RunError(f"A round could not be verified: {error}", TARGET_FIX) from error
 
 
 class GreedyVerifier(Verifier):

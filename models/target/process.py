@@ -1,9 +1,11 @@
 """Distributed environment of a process: rank, device, CPU threads, process group."""
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -31,6 +33,14 @@ def device() -> torch.device:
     if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    file = Path("/proc/cpuinfo")  # of Linux
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def available_cores() -> int:

@@ -10,16 +10,18 @@ are measured on rounds of a few shapes and interpolated by a plane in depth and 
 milliseconds of the whole batch.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.interpolate import interpn
 
 from outrider.models.decode.tree_shapes import Paths
 
+TARGET_AXES = ("tokens", "batch", "context")
+DRAFT_AXES = ("width", "depth", "batch", "context")
 ABSORBED_ROWS = 3  # verified rows that the drafter absorbs per round: about tau of a round
 
 
@@ -30,18 +32,49 @@ class TimeGrid:
     axes: Mapping[str, tuple[int, ...]]
     ms: Mapping[tuple[int, ...], float]
 
-    def at(self, **point: float) -> float:
-        """Return the time at one point; outside the grid it is a ValueError."""
+    def at(self, extrapolate: bool = False, **point: float) -> float:
+        """Return the time at one point.
+
+        Args:
+            extrapolate: continue the outermost segments beyond the grid, where a point is a
+                ValueError otherwise; the result is at least the smallest time of the grid.
+        """
+        corners: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
         for name, points in self.axes.items():
-            if not points[0] <= point[name] <= points[-1]:
+            if not (extrapolate or points[0] <= point[name] <= points[-1]):
                 message = f"{name} = {point[name]}: measured were {points[0]} to {points[-1]}"
                 raise ValueError(message)
-        axes = [*self.axes.values()]
-        grid = np.reshape([self.ms[corner] for corner in product(*axes)], [*map(len, axes)])
-        return float(interpn(axes, grid, [point[name] for name in self.axes])[0])
+            shares = _segment(points, point[name])
+            corners = [((*c, at), w * share) for c, w in corners for at, share in shares if share]
+        ms = sum(weight * self.ms[corner] for corner, weight in corners)
+        return max(ms, min(self.ms.values())) if extrapolate else ms
 
     def fields(self) -> list[dict[str, float]]:
         return [dict(zip((*self.axes, "ms"), (*p, v), strict=True)) for p, v in self.ms.items()]
+
+    @classmethod
+    def from_fields(cls, axes: Sequence[str], rows: Sequence[Mapping[str, float]]) -> "TimeGrid":
+        """Return the grid that `fields` describes.
+
+        Raises:
+            ValueError: there is no point, a combination of the points is missing, or a time is
+                not positive.
+        """
+        ms = {tuple(int(row[name]) for name in axes): float(row["ms"]) for row in rows}
+        points = {name: tuple(sorted({at[i] for at in ms})) for i, name in enumerate(axes)}
+        if not ms or len(ms) != math.prod(map(len, points.values())) or min(ms.values()) <= 0:
+            raise ValueError(f"the times over {', '.join(axes)} are not a grid")
+        return cls(points, ms)
+
+
+def _segment(points: Sequence[int], x: float) -> list[tuple[int, float]]:
+    """Return the two points around x, or nearest to it, each with its linear weight."""
+    if len(points) == 1:
+        return [(points[0], 1.0)]
+    i = min(max(bisect_right(points, x), 1), len(points) - 1)
+    low, high = points[i - 1], points[i]
+    share = (x - low) / (high - low)
+    return [(low, 1 - share), (high, share)]
 
 
 class Grid(NamedTuple):
@@ -106,6 +139,12 @@ class DecodedRound(NamedTuple):
     def fields(self) -> dict[str, Any]:
         return {**self._asdict(), "shape": dict(zip(SHAPE_KEYS, self.shape, strict=True))}
 
+    @classmethod
+    def from_fields(cls, row: Mapping[str, Any]) -> "DecodedRound":
+        """Return the round that `fields` describes."""
+        depth, nodes, expanded = (row["shape"][key] for key in SHAPE_KEYS)
+        return cls(DraftShape(depth, nodes, tuple(expanded)), *map(row.get, cls._fields[1:]))
+
 
 @dataclass(frozen=True)
 class MeasuredTimes:
@@ -113,12 +152,14 @@ class MeasuredTimes:
 
     Attributes:
         decoded: batch -> measured rounds of some shapes; without any, a round is its forwards.
+        read: milliseconds per row where the drafter absorbs many rows of a prompt at once.
     """
 
     name: str
     target: TimeGrid  # axes tokens, batch, context
     draft: TimeGrid  # axes width, depth, batch, context
     decoded: Mapping[int, Sequence[DecodedRound]] = field(default_factory=dict)
+    read: float = 0.0
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -131,25 +172,48 @@ class MeasuredTimes:
             "however many a draft of this shape has accepted.",
         )
 
-    def parts(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+    def parts(
+        self, shape: DraftShape, batch: int, context: int, extrapolate: bool = False
+    ) -> RoundCost:
         """Return the time of the forwards, slowed down as within decoding, and the rest."""
-        alone = self.forwards_only(shape, batch, context)
+        alone = self.forwards_only(shape, batch, context, extrapolate)
         rounds = [r for r in self.decoded.get(batch, ()) if r.shape.kind == shape.kind]
         if not rounds:
             return alone
         draft, target, rest = _plane(rounds, shape)
         return RoundCost(draft * alone.draft, target * alone.target, rest)
 
-    def forwards_only(self, shape: DraftShape, batch: int, context: int) -> RoundCost:
+    def forwards_only(
+        self, shape: DraftShape, batch: int, context: int, extrapolate: bool = False
+    ) -> RoundCost:
         """Return the times of the forwards alone."""
         setting = {"batch": batch, "context": context}
         size = {"width": shape.width, "depth": shape.depth}
-        draft = self.draft.at(**size, **setting) if shape.depth else 0.0
-        return RoundCost(draft, self.target.at(tokens=shape.nodes + 1, **setting), 0.0)
+        draft = self.draft.at(extrapolate, **size, **setting) if shape.depth else 0.0
+        target = self.target.at(extrapolate, tokens=shape.nodes + 1, **setting)
+        return RoundCost(draft, target, 0.0)
 
     def fields(self) -> dict[str, Any]:
         decoded = {batch: [r.fields() for r in rounds] for batch, rounds in self.decoded.items()}
-        return {"target": self.target.fields(), "draft": self.draft.fields(), "decoded": decoded}
+        grids = {"target": self.target.fields(), "draft": self.draft.fields()}
+        return {**grids, "decoded": decoded, "read": self.read}
+
+    @classmethod
+    def from_fields(cls, name: str, content: Mapping[str, Any]) -> "MeasuredTimes":
+        """Return the times that `fields` describes, also as JSON has written them.
+
+        Raises:
+            ValueError: they are not grids.
+        """
+        decoded = {
+            int(batch): [DecodedRound.from_fields(row) for row in rows]
+            for batch, rows in content["decoded"].items()
+        }
+        target, draft = (
+            TimeGrid.from_fields(axes, content[part])
+            for part, axes in (("target", TARGET_AXES), ("draft", DRAFT_AXES))
+        )
+        return cls(name, target, draft, decoded, content["read"])
 
 
 def _plane(rounds: Sequence[DecodedRound], shape: DraftShape) -> list[float]:

@@ -16,14 +16,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from outrider.data.reporter import Reporter
-from outrider.eval.plan.round_costs import ABSORBED_ROWS, Grid, MeasuredTimes, TimeGrid
 from outrider.models.cache.kv_cache import KVCache
+from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, Grid, MeasuredTimes, TimeGrid
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafting.drafter import Drafter, State
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 
+READ_ROWS = 128  # that a drafter absorbs at once, after rounds without it
 CHUNK = 512  # tokens of a prompt per forward
 Run = Callable[[], object]
 
@@ -35,9 +35,13 @@ def measure_forwards(
     tokens: Sequence[int],
     grid: Grid,
     repeats: int,
-    reporter: Reporter,
+    advance: Callable[[], object] = lambda: None,
 ) -> MeasuredTimes:
-    """Time target and drafter forwards on the grid; both token axes also contain 1."""
+    """Time target and drafter forwards on the grid; both token axes also contain 1.
+
+    Args:
+        advance: called after every combination of a batch and a context.
+    """
     counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *grid.widths}))
     axes = (grid.depths, grid.batches, grid.contexts)
     levels, prompts, rows = (tuple(sorted(set(axis))) for axis in axes)
@@ -46,14 +50,13 @@ def measure_forwards(
     taps, rounds = target.taps, SyntheticRounds(drafter, target)
     target.set_taps(drafter.taps)  # as in a round
     try:
-        total = len(prompts) * len(rows)
-        with reporter.progress("timing forwards", total, "batches and contexts") as progress:
-            for batch, context in product(prompts, rows):
-                times = rounds.target_ms(counts, batch, context, repeats)
-                verified |= {(n, batch, context): ms for n, ms in times.items()}
-                step_times = rounds.draft_ms(wide, levels, batch, context, repeats)
-                drafted |= {(*shape, batch, context): ms for shape, ms in step_times.items()}
-                progress.advance(1)
+        for batch, context in product(prompts, rows):
+            times = rounds.target_ms(counts, batch, context, repeats)
+            verified |= {(n, batch, context): ms for n, ms in times.items()}
+            step_times = rounds.draft_ms(wide, levels, batch, context, repeats)
+            drafted |= {(*shape, batch, context): ms for shape, ms in step_times.items()}
+            advance()
+        read = rounds.read_ms(repeats)
     finally:
         target.set_taps(taps)
     last = {"batch": prompts, "context": rows}
@@ -61,6 +64,7 @@ def measure_forwards(
         name,
         TimeGrid({"tokens": counts, **last}, verified),
         TimeGrid({"width": wide, "depth": levels, **last}, drafted),
+        read=read,
     )
 
 
@@ -182,6 +186,17 @@ class SyntheticRounds:
             runs = [draft(*shape) for shape in shapes]
             times = interleaved_ms(runs, [verify] * len(runs), repeats, target.device)
         return dict(zip(shapes, map(median, times), strict=True))
+
+    def read_ms(self, repeats: int) -> float:
+        """Return median milliseconds per row of absorbing `READ_ROWS` rows of a prompt at once."""
+        with torch.no_grad():
+            trace = self.rows(0, min(READ_ROWS, self.target.shape().max_positions - 1))
+
+            def read() -> object:
+                return self.drafter.absorb(None, trace)
+
+            times = interleaved_ms([read], [lambda: None], repeats, self.target.device)
+        return median(times[0]) / trace.ids.shape[1]
 
 
 def _filled_cache(target: Target, batch: int, context: int, capacity: int) -> KVCache:

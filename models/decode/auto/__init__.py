@@ -1,0 +1,1 @@
+"""The controller of `decode=auto`: what a round drafts, by measured cost and acceptance."""

@@ -1,0 +1,145 @@
+"""A chain that grows level by level while another level pays.
+
+After each level the drafter has given a row, and nothing is drawn from it yet. Two decisions, each
+from values known before the draw of the token concerned:
+
+    submit    the drafter's confidence says how likely the token is accepted; it is drawn and
+              verified if that pays for one more verified row and what may follow it
+    go on     another level is drafted if, by the mean acceptance of deeper levels and a standard
+              error, some number of them adds more tokens than the same seconds yield elsewhere
+
+With survivals S, expected tokens per second of the best plan `rate`, and seconds C:
+
+    sum of S over the requests and further levels  >  rate * (C further - C now)
+
+Whether a token is submitted depends on the tokens before it and on its row, never on itself: so the
+output has the target's distribution (R2 in `token_rules.py`).
+
+Source: the stopping rule is Dinkelbach's for a ratio of expectations.
+Shape letters: B prompts, N nodes, V tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.models.argmax import first_argmax
+from outrider.models.decode.acceptance import RequestAcceptance
+from outrider.models.decode.auto.choice import ChainCosts
+from outrider.models.decode.draft_context import DraftContext
+from outrider.models.decode.policy import Draft, root_index
+from outrider.models.decode.rules.rule_table import SAMPLED_DRAFTS
+from outrider.models.decode.tree import Tree
+
+Row = Float[Tensor, "B 1 Vd"]
+OPTIMISM = 1.0  # standard errors on deeper levels: those that are seldom drafted are tried
+
+
+class ChainGrowth:
+    """One chain per prompt, of at most `deepest` tokens.
+
+    Attributes:
+        steps: levels that the drafter has computed.
+        confidences: per submitted level and request (`DraftContext.log_confidence`).
+        logits: per submitted level.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[RequestAcceptance],
+        costs: ChainCosts,
+        rate: float,
+        deepest: int,
+        draft: str,
+        least: int = 0,
+    ) -> None:
+        """`least` levels are drafted and verified without a decision: those of a probe."""
+        self.requests, self.costs, self.rate, self.deepest = requests, costs, rate, deepest
+        self.least = least
+        self.kind, self.steps = draft, 0
+        self.confidences, self.logits = list[list[float]](), list[Tensor]()
+
+    def propose(self, context: DraftContext) -> Draft:
+        """Draft; the first level is always computed."""
+        roots, sampling = context.roots, context.sampling
+        self.limits = [min(self.deepest, limit) for limit in context.depth_limits]
+        self.limits = [min(limit, context.max_depth) for limit in self.limits]
+        self.survival = [float(limit > 0) for limit in self.limits]
+        ids, rows, depth = [roots[:, None]], list[Tensor](), 0
+        parents = root_index(len(roots), roots.device)
+        is_sampled = not sampling.greedy and self.kind in SAMPLED_DRAFTS
+        while depth < max(self.limits) and (depth == 0 or self.pays(depth)):
+            logits = context.step(depth + 1, ids[-1], parents)
+            self.steps += 1
+            self._end_abstaining(context, depth)
+            if depth >= max(self.limits):
+                break
+            log_q = logits.float().log_softmax(-1)
+            confidences = context.log_confidence(log_q).exp().flatten().tolist()
+            if not self.submits(depth + 1, confidences):
+                break
+            if is_sampled:
+                rows.append(sampling.probs(logits))
+                token = context.rng.draw(rows[-1])
+            else:
+                token = first_argmax(logits)
+            ids.append(context.vocab.to_target(token))
+            self.confidences.append(confidences)
+            self.logits.append(logits)
+            depth += 1
+        return self._draft(context, ids, rows)
+
+    # ---- decisions, before the draw ----
+
+    def submits(self, depth: int, confidences: Sequence[float]) -> bool:
+        """Decide whether the tokens of a computed level are drawn; update the survivals."""
+        self.survival = [
+            s * one.given(depth, confidence) if depth <= limit else 0.0
+            for s, one, confidence, limit in zip(
+                self.survival, self.requests, confidences, self.limits, strict=True
+            )
+        ]
+        row = self.rate * (self.costs.other[depth] - self.costs.other[depth - 1])
+        worth = sum(self.survival) - row + max(0.0, self._future(depth))
+        return worth > 0 or depth <= self.least
+
+    def pays(self, depth: int) -> bool:
+        """Decide whether levels below a depth are drafted."""
+        return depth < self.least or self._future(depth) > 0
+
+    def _future(self, depth: int) -> float:
+        """Return what levels below a depth add at best, in tokens, less what they cost."""
+        best, net, survival = -1.0, 0.0, self.survival
+        for level in range(depth + 1, max(self.limits, default=0) + 1):
+            survival = [
+                s * one.mean(level, OPTIMISM) if level <= limit else 0.0
+                for s, one, limit in zip(survival, self.requests, self.limits, strict=True)
+            ]
+            seconds = self.costs.total(level) - self.costs.total(level - 1)
+            net += sum(survival) - self.rate * seconds
+            best = max(best, net)
+        return best
+
+    # ---- the tree ----
+
+    def _end_abstaining(self, context: DraftContext, depth: int) -> None:
+        if context.abstains is not None:
+            ends = context.abstains.flatten().tolist()
+            self.limits = [
+                min(limit, depth) if end else limit
+                for limit, end in zip(self.limits, ends, strict=True)
+            ]
+
+    def _draft(
+        self, context: DraftContext, ids: list[Int[Tensor, "B 1"]], rows: list[Row]
+    ) -> Draft:
+        depth, drafted = len(ids) - 1, None
+        if min(self.limits) < depth:
+            drafted = torch.tensor(self.limits, device=context.roots.device).clamp(max=depth)
+        tree = Tree.chain(torch.cat(ids, dim=1), drafted)
+        if not rows:
+            return Draft(tree, None)
+        q_rows = [context.vocab.expand(row) for row in rows]
+        return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))

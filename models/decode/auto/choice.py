@@ -1,0 +1,130 @@
+"""Candidates of a round with their expected tokens and seconds, and the best of them.
+
+    plain          batch tokens
+    chain of k     batch + sum over requests and depths up to k of the survival there
+    tree of m      batch + the sum over the m most probable nodes, by rank and depth, of theirs
+
+The survival at a depth is the product of the acceptances up to it; beyond the room of a request it
+is 0. The verified rows of a batch are padded to the largest draft, so that a level costs the same
+for one request as for all: it is drafted for all where the sum of their survivals pays.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from outrider.models.decode import tree_shapes
+from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
+from outrider.models.decode.costs.live_costs import LiveCosts
+from outrider.models.decode.costs.round_costs import DraftShape
+
+BUDGETS = (4, 8, 16, 32, 64)  # nodes of the trees that are considered
+
+
+class Choice(NamedTuple):
+    """What a round drafts.
+
+    Attributes:
+        shape: PLAIN for no draft.
+        tokens: expected, of the whole batch.
+        seconds: expected.
+        gain: expected tokens per second over those of plain decoding.
+        why: the reason in a few words.
+    """
+
+    shape: DraftShape
+    tokens: float
+    seconds: float
+    gain: float = 1.0
+    why: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def label(self) -> str:
+        """`plain`, `chain 4` or `tree 16`."""
+        return describe(self.shape)
+
+
+def describe(shape: DraftShape) -> str:
+    """Return `plain`, `chain 4` or `tree 16`, a tree by its nodes."""
+    return shape.kind if shape.kind == "plain" else f"{shape.kind} {shape.nodes}"
+
+
+def chain_shape(depth: int) -> DraftShape:
+    """Return the shape of a chain; PLAIN for depth 0."""
+    return DraftShape(depth, depth, (1,) * depth)
+
+
+class ChainCosts(NamedTuple):
+    """Expected seconds of rounds with chains of 0, 1, 2, .. tokens, by part."""
+
+    draft: list[float]
+    other: list[float]
+
+    @classmethod
+    def of(cls, costs: LiveCosts, batch: int, context: int, deepest: int) -> "ChainCosts":
+        shapes = map(chain_shape, range(deepest + 1))
+        parts = [costs.seconds(shape, batch, context) for shape in shapes]
+        return cls([part.draft for part in parts], [part.other for part in parts])
+
+    def total(self, depth: int) -> float:
+        return self.draft[depth] + self.other[depth]
+
+
+def chain_tokens(
+    requests: Sequence[RequestAcceptance],
+    rooms: Sequence[int],
+    deepest: int,
+    optimism: float = 0.0,
+) -> list[float]:
+    """Return the expected tokens of the batch for chains of 0, 1, .. deepest tokens."""
+    tokens, survival = [float(len(requests))], [1.0] * len(requests)
+    for depth in range(1, deepest + 1):
+        survival = [
+            s * one.mean(depth, optimism) if depth <= room else 0.0
+            for s, one, room in zip(survival, requests, rooms, strict=True)
+        ]
+        tokens.append(tokens[-1] + sum(survival))
+    return tokens
+
+
+def chain_choices(tokens: Sequence[float], costs: ChainCosts, reading: float) -> list[Choice]:
+    """Return a choice per depth from 1 on.
+
+    Args:
+        reading: seconds per round of rows that the drafter has missed.
+    """
+    plain = tokens[0] / costs.total(0)
+    choices = []
+    for depth in range(1, len(tokens)):
+        seconds = costs.total(depth) + reading
+        gain = tokens[depth] / seconds / plain
+        choices.append(Choice(chain_shape(depth), tokens[depth], seconds, gain))
+    return choices
+
+
+def tree_shapes_of(
+    shared: Acceptance, first: Sequence[float], width: int, most: int
+) -> list[tuple[DraftShape, float]]:
+    """Return the trees to consider, and the expected draft tokens per request of each.
+
+    Args:
+        first: acceptance of the first child by depth.
+        width: children per node, and nodes expanded per level.
+        most: nodes at most.
+    """
+    table = torch.tensor([shared.sibling_row(rate)[:width] for rate in first])
+    table = table / table.sum(-1, keepdim=True).clamp(min=1.0)
+    out = []
+    for nodes in (budget for budget in BUDGETS if budget <= most):
+        paths = tree_shapes.best_first(table, nodes)
+        depth = len(paths[-1])
+        if len(paths) == nodes > depth:
+            shape = DraftShape(depth, nodes, (1, *[width] * (depth - 1)))
+            out.append((shape, tree_shapes.expected(paths, table) - 1))
+    return out

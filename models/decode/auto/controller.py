@@ -1,0 +1,225 @@
+"""The controller of `decode=auto`: whether a round drafts, and which shape.
+
+While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
+drafts, to see whether the text has changed; its cost is in the ledger. While drafts pay, one round
+in REFRESH is plain, so that the seconds of plain decoding stay measured.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
+from outrider.models.decode.auto.choice import (
+    ChainCosts,
+    Choice,
+    chain_choices,
+    chain_tokens,
+    tree_shapes_of,
+)
+from outrider.models.decode.auto.outcomes import Round
+from outrider.models.decode.costs.live_costs import LiveCosts
+from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
+from outrider.models.decode.ledger import Ledger
+from outrider.models.decode.request import ActiveRequest
+
+LONGEST_WAIT = 256  # plain rounds before a draft is tried again
+LEAST_WAIT = 16  # the most of them at the start of a request: its text may be of another kind
+REFRESH = 64  # rounds with drafts, of which one is plain
+TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
+AMORTISED = 64  # rounds over which reading missed rows is spread, at most
+MARGIN = 1.02  # gain from which drafting begins again
+STILL = 8  # rounds without time after which the clock counts as stopped
+PROBE, PAYS, HELD = "probe", "pays", "held by the ledger"
+OFF, MEASURES, LAST, STOPPED = "no draft pays", "measures plain", "last token", "clock stands still"
+
+
+@dataclass
+class Situation:
+    """What a round starts from.
+
+    Attributes:
+        rooms: per request, the deepest useful draft token.
+        context: mean length of the texts.
+        waiting: rows that the drafter has missed, beyond those of an ordinary round.
+    """
+
+    estimates: Sequence[RequestAcceptance]
+    rooms: Sequence[int]
+    costs: ChainCosts
+    context: int
+    waiting: int
+
+
+@dataclass
+class Controller:
+    """Chooses the shape of every round, and learns from its outcome.
+
+    Attributes:
+        width, budget: of trees, see `Auto`.
+        first_plain: plain rounds before the first draft.
+    """
+
+    costs: LiveCosts
+    eps: float
+    width: int
+    budget: int
+    first_plain: int
+    shared: Acceptance = field(default_factory=Acceptance)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.eps)
+        self._plain_rounds = self._since_plain = self._wait = self._failures = 0
+        self._off = self._probed = self._drafted = False
+        self.row_seconds: float | None = None  # of reading a missed row, once measured in rounds
+        self._trees: list[tuple[DraftShape, float]] = []
+        self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
+
+    def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
+        """Start requests.
+
+        Args:
+            alone: no other request is running, so that a new ledger begins.
+        """
+        if alone:
+            self.ledger = Ledger(self.eps, self.costs.seconds(PLAIN, len(new), context).total)
+            self._drafted = False
+            self._failures = min(self._failures, LEAST_WAIT.bit_length() - 1)
+            self._wait = min(self._wait, LEAST_WAIT)
+        for one in new:
+            self.ledger.add(one.out.times.prefill, one.out.times.prefill)
+            one.out.ledger = self.ledger
+
+    # ---- choice ----
+
+    def reason_for_plain(self) -> str:
+        """Return why the next round is plain, whatever the candidates are; "" if they decide."""
+        if self.costs.still >= STILL:
+            return STOPPED
+        if self._plain_rounds < self.first_plain:
+            return MEASURES
+        self._wait -= 1
+        if self._wait >= 0:
+            return OFF if self._off else HELD
+        if not self._off and self._since_plain >= REFRESH:
+            return MEASURES
+        return ""
+
+    def choose(self, now: Situation) -> Choice:
+        """Return what the next round drafts, and why."""
+        plain = Choice(PLAIN, float(len(now.rooms)), now.costs.total(0))
+        deepest = len(now.costs.draft) - 1
+        if deepest < 1:
+            return plain._replace(why=LAST)
+        reading = self._reading(now)
+        choices = self._candidates(now, plain, deepest, reading)
+        best = max(choices, key=lambda one: one.rate)
+        plain = plain._replace(gain=best.gain)
+        self._turn(best.gain)
+        if not self._drafted:
+            self.ledger.step = plain.seconds  # c0, now that plain rounds have been measured
+        if self._wait > 0:
+            self._wait -= 1
+            return plain._replace(why=OFF)
+        if self._off:
+            choices = self._candidates(now, plain, deepest, reading, optimism=1.0)
+        allowed = [one for one in choices if self.allows(one.shape, one.seconds, now)]
+        best = max(allowed, key=lambda one: one.rate, default=plain)
+        if best is plain or not (self._off or best.gain > 1):
+            self._hold(now, choices, reading)
+            return plain._replace(why=HELD)
+        return best._replace(why=PROBE if self._off else PAYS)
+
+    def _turn(self, gain: float) -> None:
+        """Turn drafts off where none pays, and on after a probe that shows that one does."""
+        if not self._off and gain < 1:
+            self._off, self._wait = True, 2**self._failures
+        elif self._off and self._probed and gain > MARGIN:
+            self._off, self._failures, self._wait = False, 0, 0
+        elif self._off and self._probed:
+            self._failures += 1
+            self._wait = min(2**self._failures, LONGEST_WAIT)
+        self._probed = False
+
+    def _hold(self, now: Situation, choices: Sequence[Choice], reading: float) -> None:
+        """Wait until plain rounds have earned the cheapest draft."""
+        self.ledger.refused += 1
+        plain = now.costs.total(0)
+        extra = min(self._worst(one.shape, one.seconds, reading) for one in choices) - plain
+        missing = self.ledger.missing(extra) / max(self.eps * plain, 1e-12)
+        self._wait = min(LONGEST_WAIT, max(1, math.ceil(missing))) - 1
+
+    def _worst(self, shape: DraftShape, seconds: float, reading: float) -> float:
+        return seconds * self.costs.upper(shape) + reading
+
+    def allows(self, shape: DraftShape, seconds: float, now: Situation) -> bool:
+        """Return whether the ledger allows a round, even if nothing is accepted."""
+        extra = self._worst(shape, seconds, self._reading(now)) - now.costs.total(0)
+        return self.ledger.missing(extra) <= 0
+
+    def _reading(self, now: Situation) -> float:
+        """Return the seconds of reading the missed rows."""
+        row = self.row_seconds
+        return now.waiting * (self.costs.read_seconds if row is None else row)
+
+    def _candidates(
+        self, now: Situation, plain: Choice, deepest: int, reading: float, optimism: float = 0.0
+    ) -> list[Choice]:
+        spread = reading / max(1, min(AMORTISED, *now.rooms))
+        tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
+        choices = chain_choices(tokens, now.costs, spread)
+        if self.budget > deepest and not optimism:
+            choices += self._tree_choices(now, plain, deepest, spread)
+        return choices
+
+    def _tree_choices(
+        self, now: Situation, plain: Choice, deepest: int, spread: float
+    ) -> list[Choice]:
+        batch = len(now.rooms)
+        self._tree_age += 1
+        if self._tree_age > TREE_ROUNDS:
+            levels = range(1, deepest + 1)
+            first = [sum(one.mean(d) for one in now.estimates) / batch for d in levels]
+            self._trees = tree_shapes_of(self.shared, first, self.width, self.budget)
+            self._tree_age = 0
+        choices = []
+        for shape, drafted in self._trees:
+            if shape.depth <= deepest:
+                tokens = batch * (1 + self._tree_bias * drafted)
+                seconds = self.costs.seconds(shape, batch, now.context).total + spread
+                gain = tokens / seconds / plain.rate
+                choices.append(Choice(shape, tokens, seconds, gain))
+        return choices
+
+    # ---- outcome ----
+
+    def settle(self, last: Round, read: tuple[int, float]) -> None:
+        """Learn from a round.
+
+        Args:
+            read: missed rows that the drafter has read in it, and in how many seconds.
+        """
+        drafts, kind = last.shape.depth > 0, last.shape.kind
+        rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
+        if rows:
+            self.row_seconds = reading / rows
+        extra = last.own + reading
+        seconds = self.costs.observe(kind, last.table, last.seconds - extra)
+        if self.costs.still == STILL:
+            warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)
+        worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
+        self.ledger.add(seconds + extra, worth)
+        self._plain_rounds += not drafts
+        self._since_plain = self._since_plain + 1 if drafts else 0
+        if drafts:
+            self._drafted, self._probed = True, self._off
+            if self._off and worth > seconds:
+                last.restart()
+            last.teach()
+            if last.tree is not None:
+                ratio = (last.tokens - len(last.requests)) / max(
+                    last.choice.tokens - len(last.requests), 1e-9
+                )
+                self._tree_bias *= 1 + 0.05 * (min(ratio, 3.0) - 1)
+                self._tree_bias = min(max(self._tree_bias, 0.3), 3.0)

@@ -1,0 +1,154 @@
+"""A drafter that reads verified rows only when it drafts: rounds without a draft skip it.
+
+The rows of such rounds wait with the state. The states of the target in them are those that its
+forward has computed anyway, kept by reference; running the target on the rows again would cost
+more than it saves. The next draft begins by absorbing what waits, in pieces of bounded size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.models.decode.round_times import Stopwatch
+from outrider.models.drafting.drafter import Absorbed, Drafter, LevelIds, State
+from outrider.models.interface import Trace
+from outrider.models.target.target import TargetStates
+
+PIECE = 512  # rows that are absorbed at once
+
+
+class PlainRow(NamedTuple):
+    """The row of a request in a plain round, made a Trace only if the drafter reads it.
+
+    Attributes:
+        token, next_token: of the row, and the one after it.
+        slot: of the request in `states`.
+    """
+
+    token: int
+    next_token: int
+    position: int
+    slot: int
+    states: TargetStates
+
+
+Waiting = Trace | PlainRow
+
+
+@dataclass
+class Deferred:
+    """What a drafter has read, and the verified rows that it has not read yet.
+
+    Reading them changes the fields, and nothing that the state stands for.
+
+    Attributes:
+        rows: number of waiting rows.
+    """
+
+    absorbed: Absorbed = field(default_factory=Absorbed)
+    waiting: tuple[Waiting, ...] = ()
+    rows: int = 0
+
+    def after(self, new: Waiting, rows: int) -> "Deferred":
+        """Return the state after `rows` more rows."""
+        return Deferred(self.absorbed, (*self.waiting, new), self.rows + rows)
+
+
+class DeferredDrafter(Drafter):
+    """A drafter whose `absorb` waits for the next draft.
+
+    Attributes:
+        read: rows and seconds of the last reading.
+    """
+
+    def __init__(self, drafter: Drafter, on_finish: Callable[[], None]) -> None:
+        """`on_finish` is called when an answer has ended."""
+        super().__init__()
+        self.inner, self.on_finish = drafter, on_finish
+        self.taps, self.vocab = drafter.taps, drafter.vocab
+        self.max_depth, self.extra_rows = drafter.max_depth, drafter.extra_rows
+        self.splits, self.may_abstain = drafter.splits, drafter.may_abstain  # type: ignore[misc]
+        self.calibration = drafter.calibration
+        self.read = (0, 0.0)
+
+    def absorb_batch(self, states: Sequence[Any], traces: Sequence[Trace]) -> list[State]:
+        return [
+            (Deferred() if state is None else state).after(trace, trace.ids.shape[1])
+            for state, trace in zip(states, traces, strict=True)
+        ]
+
+    def step_batch(
+        self, states: Sequence[State], depth: int, ids: LevelIds, parents: LevelIds
+    ) -> tuple[Float[Tensor, "B N Vd"], list[State]]:
+        if depth == 1:
+            self._read_waiting(states)
+            states = [one.absorbed.state for one in states]
+        return self.inner.step_batch(states, depth, ids, parents)
+
+    def log_confidence(
+        self,
+        log_q: Float[Tensor, "*nodes Vd"],
+        depth: int,
+        hidden: Float[Tensor, "*nodes D"] | None,
+    ) -> Float[Tensor, "*nodes"]:
+        return self.inner.log_confidence(log_q, depth, hidden)
+
+    def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
+        return self.inner.node_hidden(states)
+
+    def finish(self, answer: Sequence[int]) -> None:
+        self.inner.finish(answer)
+        self.on_finish()
+
+    def _read_waiting(self, states: Sequence[Deferred]) -> None:
+        start, total = Stopwatch.clock(), 0
+        while late := [one for one in states if one.waiting]:
+            pieces = [_first_rows(one.waiting) for one in late]
+            traces = [_joined(piece) for piece in pieces]
+            new = self.inner.absorb_next([one.absorbed for one in late], traces)
+            for one, piece, trace, absorbed in zip(late, pieces, traces, new, strict=True):
+                one.absorbed, one.waiting = absorbed, one.waiting[len(piece) :]
+                one.rows -= trace.ids.shape[1]
+                total += trace.ids.shape[1]
+        self.read = total, Stopwatch.clock() - start
+
+
+def _first_rows(waiting: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
+    """Return the first waiting rows of one kind: at most PIECE, and at least one entry."""
+    rows, kind = 0, type(waiting[0])
+    for count, one in enumerate(waiting):
+        rows += 1 if isinstance(one, PlainRow) else one.ids.shape[1]
+        if count and (rows > PIECE or type(one) is not kind):
+            return waiting[:count]
+    return waiting
+
+
+def _joined(waiting: Sequence[Any]) -> Trace:
+    """Concatenate waiting rows of one kind, of one prompt."""
+    first = waiting[0]
+    if isinstance(first, PlainRow):
+        return _trace_of(waiting)
+    if len(waiting) == 1:
+        trace: Trace = first
+        return trace
+    names = [f.name for f in fields(Trace) if getattr(first, f.name) is not None]
+    parts: dict[str, Any] = {
+        name: torch.cat([getattr(trace, name) for trace in waiting], dim=1) for name in names
+    }
+    return Trace(**parts)
+
+
+def _trace_of(rows: Sequence[PlainRow]) -> Trace:
+    """Return the rows of plain rounds as the engine passes verified rows to a drafter."""
+    device = rows[0].states.last.device
+    table = torch.tensor([row[:3] for row in rows], device=device).T[:, None]
+    taps, last = (
+        torch.cat([getattr(row.states, name)[row.slot : row.slot + 1] for row in rows], dim=1)
+        for name in ("taps", "last")
+    )
+    document = torch.zeros_like(table[0])
+    return Trace(table[0], table[1], document.bool(), document, table[2], taps, last)

@@ -1,0 +1,133 @@
+"""What a round has shown: tokens, seconds, and labels for the estimates of acceptance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.models.decode.acceptance import RANKS, RequestAcceptance
+from outrider.models.decode.auto.choice import Choice, chain_shape, describe
+from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
+from outrider.models.decode.request import ActiveRequest
+from outrider.models.decode.tree import Tree
+from outrider.models.drafting.vocab import DraftVocab
+
+
+@dataclass
+class Round:
+    """A round between its draft and the next one.
+
+    Attributes:
+        choice: what was planned.
+        plain: expected seconds of a plain round in its place.
+        table: seconds of the drafted shape by the measured table alone.
+        own: seconds of the controller itself.
+        drafted: the chain that the drafter has computed, which may end earlier or later.
+        confidences, logits: of a chain, per submitted level (`ChainGrowth`).
+        tree: of a round that drafted a tree.
+        vocab: the drafter's.
+        overlaps: per request and level of a chain, the probability that its token is accepted,
+            where the rule has computed it.
+    """
+
+    requests: Sequence[ActiveRequest]
+    estimates: Sequence[RequestAcceptance]
+    choice: Choice
+    plain: float
+    vocab: DraftVocab | None = None
+    table: float = 0.0
+    own: float = 0.0
+    drafted: DraftShape | None = None
+    confidences: Sequence[Sequence[float]] = ()
+    logits: Sequence[Tensor] = ()
+    tree: Tree | None = None
+    overlaps: Sequence[Sequence[float]] = ()
+
+    def __post_init__(self) -> None:
+        self._before = [(one.out.times.rounds, len(one.out.ids)) for one in self.requests]
+
+    @property
+    def shape(self) -> DraftShape:
+        """What was drafted."""
+        return self.drafted or self.choice.shape
+
+    @property
+    def verified(self) -> DraftShape:
+        """What of it the target has verified: a chain may end before its last level."""
+        if self.tree is not None or self.choice.shape == PLAIN:
+            return self.shape
+        return chain_shape(len(self.confidences))
+
+    @property
+    def label(self) -> str:
+        """`plain`, `chain 4` or `tree 16`."""
+        return describe(self.verified) if self.verified.depth else "plain"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its outcome is known: an interrupted round has none."""
+        return all(len(one.out.ids) > n for one, (_, n) in self._pairs())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the round, of the batch."""
+        return sum(one.out.times.rounds - before for one, (before, _) in self._pairs())
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the batch."""
+        return sum(len(one.out.ids) - before for one, (_, before) in self._pairs())
+
+    def _pairs(self) -> list[tuple[ActiveRequest, tuple[float, int]]]:
+        return list(zip(self.requests, self._before, strict=True))
+
+    def teach(self) -> None:
+        """Add the round's labels to the estimates."""
+        if self.tree is not None:
+            self._teach_tree(self.tree)
+            return
+        for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
+            accepted, drafted = one.out.accepted[-1], one.out.drafted[-1]
+            cut = bool(one.out.stop_reason)  # then the end of the text hides the next level
+            reached = min(accepted if cut else accepted + 1, drafted, len(self.confidences))
+            for level in range(reached):
+                label = float(level < accepted)
+                if self.overlaps:
+                    label = self.overlaps[slot][level]
+                estimate.add(level + 1, label, self.confidences[level][slot])
+            if accepted < drafted and not cut and not self.overlaps:
+                self._teach_rank(slot, accepted, one.out.ids[-1], estimate)
+
+    def restart(self) -> None:
+        """Begin the estimates afresh where a draft token was accepted."""
+        for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
+            if one.out.accepted[-1]:
+                estimate.restart(self.confidences[0][slot] if self.confidences else None)
+
+    def _teach_rank(
+        self, slot: int, level: int, correction: int, estimate: RequestAcceptance
+    ) -> None:
+        """Count which sibling of a rejected token would have been accepted."""
+        if level < len(self.logits) and self.vocab is not None:
+            row = self.logits[level][slot, 0]
+            top = self.vocab.to_target(row.topk(min(RANKS, len(row))).indices).tolist()
+            rank = top.index(correction) if correction in top else None
+            estimate.shared.add_rank(rank, len(top))
+
+    def _teach_tree(self, tree: Tree) -> None:
+        """Follow the new text down the tree: the rank of each accepted child."""
+        rows = (part.tolist() for part in (tree.ids, tree.parents, tree.real))
+        for (one, (_, before)), estimate, ids, parents, real in zip(
+            self._pairs(), self.estimates, *rows, strict=True
+        ):
+            node: int | None = 0
+            for depth, token in enumerate(one.out.ids[before:], start=1):
+                children = [i for i, above in enumerate(parents) if above == node and real[i]]
+                if not children:
+                    break
+                node = next((i for i in children if ids[i] == token), None)
+                rank = None if node is None else children.index(node)
+                estimate.add(depth, float(rank == 0))
+                estimate.shared.add_rank(rank, len(children))
+                if node is None:
+                    break

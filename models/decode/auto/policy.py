@@ -1,0 +1,274 @@
+"""The policy of `decode=auto`: each round drafts what has the most expected tokens per second.
+
+A round is planned from the measured seconds of every candidate (`costs/`) and the acceptance of
+this request (`acceptance.py`): no draft, a chain that grows while a level pays (`chain_growth.py`),
+or a dynamic tree. `controller.py` chooses; the ledger (`ledger.py`) bounds what all drafts together
+may cost beyond plain decoding. In rounds without a draft the drafter does not run (`deferred.py`).
+
+Every choice depends on the text so far, earlier outcomes, clocks, and distributions from which
+nothing was drawn yet. So the output has the target's distribution. Since times differ from run to
+run, so may the sampled text of a seed; greedy and coupled text does not.
+
+Source: docs/decoding.md, "Automatic drafts"; the trees are those of EAGLE-2, arXiv:2406.16858.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from outrider.conf.errors import ConfigError
+from outrider.models.decode.acceptance import CALIBRATED, GUESSED, Acceptance, RequestAcceptance
+from outrider.models.decode.auto.auto_rule import auto_rule
+from outrider.models.decode.auto.chain_growth import ChainGrowth
+from outrider.models.decode.auto.choice import ChainCosts, Choice, chain_shape
+from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situation
+from outrider.models.decode.auto.deferred import DeferredDrafter, PlainRow
+from outrider.models.decode.auto.outcomes import Round
+from outrider.models.decode.costs.live_costs import LiveCosts
+from outrider.models.decode.costs.measurement import covers, read_or_measure
+from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape
+from outrider.models.decode.draft_context import DraftContext
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.policy import Draft
+from outrider.models.decode.request import ActiveRequest
+from outrider.models.decode.round_times import Stopwatch
+from outrider.models.decode.rules.rule_table import BEST, COUPLED, BoundRule, bind_rule, check_draft
+from outrider.models.decode.tree import Tree
+from outrider.models.drafting.drafter import Absorbed, Drafter
+from outrider.models.target.target import Target, TargetStates
+
+LEAST_ROWS = 512  # of the texts that costs are measured for: longer ones may come
+
+
+@dataclass(eq=False)
+class Auto:
+    """The policy of `decode=auto`; one object serves many requests and learns from them.
+
+    Attributes:
+        depth: tokens of a chain or levels of a tree at most.
+        budget: nodes of a tree at most; not above `depth`: chains only.
+        width: children per node of a tree.
+        draft: kind of draft tokens of chains above temperature 0; those of trees are the top-k, or
+            coupled too.
+        eps: share of the seconds of plain decoding that speculation may cost.
+        file: of the cost table; None: in the user's cache.
+        first_plain: plain rounds before the first draft, which measure plain decoding.
+        notes: sentences on the cost table, for the user.
+    """
+
+    depth: int = 8
+    budget: int = 32
+    width: int = 4
+    draft: str = BEST
+    eps: float = 0.03
+    file: Path | None = None
+    first_plain: int = 3
+    notes: list[str] = field(default_factory=list)
+    branches = True
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.budget, self.width) < 1 or self.eps < 0:
+            raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
+        check_draft(self.draft)
+        self.controller: Controller | None = None
+        self.shared = Acceptance()
+        self._drafter: DeferredDrafter | None = None
+        self._round: Round | None = None
+        self._running: Sequence[ActiveRequest] = ()
+        self._gain, self._start, self._device = 1.0, 0.0, torch.device("cpu")
+
+    @property
+    def nodes(self) -> int:
+        return max(self.depth, self.budget)
+
+    @property
+    def levels(self) -> int:
+        return self.depth
+
+    def default_rule(self, name: str = "auto") -> BoundRule:
+        """Return the rule that verifies its chains and its trees; `name` is that of chains."""
+        if self.draft == COUPLED or self.draft == BEST:
+            return bind_rule(COUPLED if self.draft == COUPLED else "match", self.draft)
+        return auto_rule(name, self.draft, self._note_overlaps)
+
+    # ---- before decoding ----
+
+    def wrap(self, drafter: Drafter, target: Target) -> DeferredDrafter:
+        """Return the drafter in the form that rounds can skip; recurrent layers leave chains.
+
+        Raises:
+            ConfigError: it runs the target on its drafts, so that no round can skip it.
+        """
+        if drafter.runs_target():
+            why = (
+                f"{type(drafter).__name__} drafts in the target's cache and takes part in every "
+                "round, so that it cannot be turned off."
+            )
+            raise ConfigError("decode", "auto", why, "Use decode=chain.")
+        if target.recurrent or drafter.chains_only:
+            self.budget = min(self.budget, self.depth)
+        if self._drafter is None or self._drafter.inner is not drafter:
+            self.controller = None  # its costs are those of another drafter
+            calibrated = drafter.calibration is not None and self.draft == BEST
+            self.shared = Acceptance(CALIBRATED if calibrated else GUESSED)
+        self._drafter = DeferredDrafter(drafter, self.settle)
+        return self._drafter
+
+    def prepare(self, target: Target, slots: int, rows: int) -> None:
+        """Read the cost table for batches of `slots` requests of `rows` rows, or measure it."""
+        assert self._drafter is not None, "the engine wraps the drafter first"
+        self._device = target.device
+        rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
+        known = None if self.controller is None else self.controller.costs
+        if known is not None and covers(known.times, slots, rows):
+            return
+        deepest = min(self.depth, self._drafter.max_depth)
+        nodes = self.budget if self.budget > deepest else deepest
+        shape = (deepest, self.width, nodes)
+        times, note = read_or_measure(target, self._drafter.inner, self.file, slots, rows, shape)
+        self.notes += [note] if note else []
+        self.use_costs(LiveCosts(times) if known is None else LiveCosts(times, known.factors))
+
+    def use_costs(self, costs: LiveCosts) -> None:
+        """Plan with these costs."""
+        if self.controller is None:
+            limits = self.width, self.budget, self.first_plain
+            self.controller = Controller(costs, self.eps, *limits, self.shared)
+        self.controller.costs = costs
+
+    # ---- a round ----
+
+    def drafts(self, active: Sequence[ActiveRequest]) -> bool:
+        """Return whether the next round may draft; else it is plain, and `defer` ends it."""
+        self._start = Stopwatch.clock()
+        self.settle()
+        control = self.controller
+        assert control is not None, "prepare() comes first"
+        self._begin(control, active)
+        if not (why := control.reason_for_plain()) and max(one.room for one in active) > 0:
+            for one in active:  # plain rounds do not keep it
+                one.root = torch.tensor(one.out.ids[-1:], device=self._device)
+            return True
+        length = _mean_length(active)
+        plain = control.costs.seconds(PLAIN, len(active), length).total
+        choice = Choice(PLAIN, float(len(active)), plain, self._gain, why or LAST)
+        self._record(control, Round(list(active), (), choice, plain), length)
+        return False
+
+    def defer(
+        self, active: Sequence[ActiveRequest], prefix: Sequence[int], states: TargetStates
+    ) -> None:
+        """Keep the rows of a plain round for the drafter.
+
+        Args:
+            prefix: position of each row.
+        """
+        for slot, one in enumerate(active):
+            row = PlainRow(*one.out.ids[-2:], prefix[slot], slot, states)
+            rows, state = one.absorbed
+            one.absorbed = Absorbed(rows + 1, state.after(row, 1))
+
+    def propose(self, context: DraftContext) -> Draft:
+        """Plan a round by its candidates, and draft it."""
+        control, requests = self.controller, context.requests
+        assert control is not None, "prepare() comes first"
+        length = _mean_length(requests)
+        deepest = max(0, min(self.depth, context.max_depth, max(context.depth_limits)))
+        costs = ChainCosts.of(control.costs, len(requests), length, deepest)
+        waiting = sum(max(0, state.rows - ABSORBED_ROWS) for state in context.states)
+        estimates = [_estimate(one, self.shared) for one in requests]
+        now = Situation(estimates, context.depth_limits, costs, length, waiting)
+        choice = control.choose(now)
+        last = Round(list(requests), estimates, choice, costs.total(0), vocab=context.vocab)
+        own = Stopwatch.clock() - self._start
+        draft = self._draft(control, context, now, choice, last)
+        self._record(control, last, length)
+        last.own = own
+        return draft
+
+    def _record(self, control: Controller, last: Round, length: int) -> None:
+        """Keep a round until its outcome is known."""
+        seconds = control.costs.table_seconds
+        last.table = seconds(last.shape, len(last.requests), length).draft
+        last.table += seconds(last.verified, len(last.requests), length).other
+        for one in last.requests:
+            one.out.choices.append(last.label)
+            one.out.gains.append(last.choice.gain)
+        self._gain, self._round = last.choice.gain, last
+        last.own = Stopwatch.clock() - self._start
+
+    def settle(self) -> None:
+        """Learn from the last round, if its outcome is known."""
+        last, self._round = self._round, None
+        if last is None or self.controller is None or not last.is_over:
+            return
+        read = (0, 0.0)
+        if self._drafter is not None and last.shape.depth:
+            read = self._drafter.read
+        self.controller.settle(last, read)
+
+    def _begin(self, control: Controller, active: Sequence[ActiveRequest]) -> None:
+        """Start the requests that were not there in the round before."""
+        before = {id(one) for one in self._running}
+        new = [one for one in active if id(one) not in before]
+        if new:
+            control.begin(new, len(new) == len(active), _mean_length(active))
+        if len(active) != len(before) or new:
+            self._running = list(active)
+
+    def _draft(
+        self,
+        control: Controller,
+        context: DraftContext,
+        now: Situation,
+        choice: Choice,
+        last: Round,
+    ) -> Draft:
+        if choice.shape == PLAIN:
+            return Draft(Tree.chain(context.roots[:, None]), None)
+        rate = max(choice.rate, choice.rate / choice.gain)
+        if choice.shape.kind == "tree":
+            draft = self._tree(now, choice, rate).propose(context)
+            last.tree, levels = draft.tree, draft.tree.levels
+            expanded = choice.shape.parents[:levels]
+            last.drafted = DraftShape(levels, draft.tree.size - 1, expanded)
+            return draft
+        deepest = len(now.costs.draft) - 1
+        while deepest > choice.shape.depth and not control.allows(
+            chain_shape(deepest), now.costs.total(deepest), now
+        ):
+            deepest -= 1
+        least = choice.shape.depth if choice.why == PROBE else 0
+        growth = self.growth(now.estimates, now.costs, rate, deepest, self.draft, least)
+        draft = growth.propose(context)
+        last.confidences, last.logits = growth.confidences, growth.logits
+        last.drafted = chain_shape(max(1, growth.steps))
+        return draft
+
+    growth = ChainGrowth  # a test replaces it
+
+    def _tree(self, now: Situation, choice: Choice, rate: float) -> DynamicTree:
+        """Return the tree; it stops where a level adds less than its drafting costs."""
+        shape = choice.shape
+        level = (now.costs.draft[-1] - now.costs.draft[1]) / max(1, len(now.costs.draft) - 2)
+        gain = max(0.0, rate * level / len(now.rooms))
+        kind = COUPLED if self.draft == COUPLED else BEST
+        return DynamicTree(shape.depth, self.width, shape.nodes, gain, kind)
+
+    def _note_overlaps(self, overlaps: Sequence[Sequence[float]]) -> None:
+        if self._round is not None:
+            self._round.overlaps = overlaps
+
+
+def _estimate(one: ActiveRequest, shared: Acceptance) -> RequestAcceptance:
+    """Return the estimates of a request, which it keeps."""
+    if one.acceptance is None:
+        one.acceptance = RequestAcceptance(shared)
+    return one.acceptance
+
+
+def _mean_length(requests: Sequence[ActiveRequest]) -> int:
+    lengths = [len(one.request.prompt) + len(one.out.ids) for one in requests]
+    return sum(lengths) // len(lengths)

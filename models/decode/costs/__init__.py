@@ -1,0 +1,1 @@
+"""Measured times of rounds: the cost model that `outrider plan` and `decode=auto` share."""

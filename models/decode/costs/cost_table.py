@@ -1,0 +1,99 @@
+"""The file of a cost table: measured times of a target and a drafter on one machine.
+
+A run keeps it in `<run.dir>/costs.json`; a published drafter, or one without weights, in the user's
+cache. The file names what its times depend on: processor or GPU, threads, torch, precision, target
+and drafter. Times of anything else are not used: `read_costs` says what differs.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.conf.errors import CorruptFile
+from outrider.conf.files import write_json
+from outrider.conf.json_shapes import read_object
+from outrider.conf.paths import cache_home
+from outrider.conf.quantities import format_count
+from outrider.conf.tensor_files import fingerprint
+from outrider.models.decode.costs.round_costs import DRAFT_AXES, TARGET_AXES, MeasuredTimes
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.formats.native import target_fingerprint
+from outrider.models.target.process import processor
+from outrider.models.target.target import Target
+
+FILE, FORMAT = "costs.json", "outrider-costs-1"
+SHAPE = {"depth, nodes": int, "expanded": [int]}
+ROUND = {"shape": SHAPE, "draft, target, rest": float}
+COSTS = {
+    "format": FORMAT, "setting": {str: str}, "decoded": {str: [ROUND]}, "read": float,
+    "target": [{", ".join(TARGET_AXES): int, "ms": float}],
+    "draft": [{", ".join(DRAFT_AXES): int, "ms": float}],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CostSetting:
+    """What measured times depend on."""
+
+    machine: str
+    threads: str
+    torch: str
+    dtype: str
+    target: str
+    drafter: str
+
+    @classmethod
+    def of(cls, target: Target, drafter: Drafter) -> "CostSetting":
+        """Return the setting of this process."""
+        cuda = target.device.type == "cuda"
+        machine = torch.cuda.get_device_name(target.device) if cuda else processor()
+        weights = fingerprint(drafter.state_dict())
+        return cls(
+            machine,
+            str(torch.get_num_threads()),
+            torch.__version__,
+            str(target.dtype).removeprefix("torch."),
+            target_fingerprint(target),
+            f"{type(drafter).__name__} {weights}",
+        )
+
+    @property
+    def name(self) -> str:
+        """The machine and its threads: `AMD EPYC 9R14, 2 threads`."""
+        return f"{self.machine}, {format_count(int(self.threads), 'thread')}"
+
+    def cached_file(self) -> Path:
+        """Return where the times of a drafter without a run are kept."""
+        digest = hashlib.sha256("\n".join(vars(self).values()).encode()).hexdigest()
+        return cache_home() / "costs" / f"{digest[:16]}.json"
+
+
+def write_costs(file: Path, times: MeasuredTimes, setting: CostSetting) -> None:
+    """Write a cost table.
+
+    Raises:
+        DiskFull, UnusablePlace: as `files.write`.
+    """
+    write_json(file, {"format": FORMAT, "setting": vars(setting), **times.fields()})
+
+
+def read_costs(file: Path, setting: CostSetting) -> tuple[MeasuredTimes | None, str]:
+    """Return the cost table of a file, or None and why it is not used; "" without a file."""
+    if not file.is_file():
+        return None, ""
+    try:
+        content = read_object(file, "It is measured again.", COSTS)
+        differences = _differences(content["setting"], setting)
+        if differences:
+            return None, f"{file} was measured with another {differences}"
+        return MeasuredTimes.from_fields(setting.name, content), ""
+    except (CorruptFile, ValueError) as error:
+        return None, f"{file} is no cost table ({str(error).splitlines()[0]})"
+
+
+def _differences(known: dict[str, Any], setting: CostSetting) -> str:
+    names = [name for name, value in vars(setting).items() if known.get(name) != value]
+    return " and ".join(names)

@@ -1,0 +1,77 @@
+"""Measurement of a cost table when it is first needed.
+
+The grid is small: a few drafts, the largest batch and one request, the longest context and a short
+one. It takes seconds; what lies between and beyond is linear, and the rounds correct the rest
+(`live_costs.py`).
+"""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from outrider.conf.errors import RunError
+from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
+from outrider.models.decode.costs.forward_times import measure_forwards
+from outrider.models.decode.costs.round_costs import Grid, MeasuredTimes
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
+
+REPEATS = 5
+SHORT = 64  # rows of the short context
+VERIFIED = (2, 3, 5, 9, 17, 33, 65)  # tokens of a forward
+BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated
+BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
+
+
+def covers(times: MeasuredTimes, slots: int, rows: int) -> bool:
+    """Return whether times may be used for batches of `slots` requests of `rows` rows."""
+    batches, contexts = times.target.axes["batch"], times.target.axes["context"]
+    return batches[-1] >= slots and BEYOND * contexts[-1] >= rows
+
+
+def read_or_measure(
+    target: Target,
+    drafter: Drafter,
+    file: Path | None,
+    slots: int,
+    rows: int,
+    shape: tuple[int, int, int],
+) -> tuple[MeasuredTimes, str]:
+    """Return the times of a file, or measure and keep them there; and a sentence for the user.
+
+    Args:
+        file: None: in the user's cache.
+        shape: depth, width and nodes of the largest draft.
+    """
+    setting = CostSetting.of(target, drafter)
+    file = setting.cached_file() if file is None else file
+    times, why = read_costs(file, setting)
+    if times is not None and covers(times, slots, rows):
+        return times, ""
+    start = time.perf_counter()
+    times = _measure(target, drafter, setting.name, slots, rows, shape)
+    seconds = f"costs of rounds measured in {time.perf_counter() - start:.1f} s"
+    place = ""
+    with suppress(RunError):  # a folder that cannot be written: measured again next time
+        write_costs(file, times, setting)
+        place = f", kept in {file}"
+    return times, f"{why}: {seconds}{place}" if why else f"{seconds}{place}"
+
+
+def _measure(
+    target: Target,
+    drafter: Drafter,
+    name: str,
+    slots: int,
+    rows: int,
+    shape: tuple[int, int, int],
+) -> MeasuredTimes:
+    depth, width, nodes = shape
+    longest = max(1, min(rows, target.shape().max_positions - nodes - 1))
+    contexts = sorted({min(SHORT, longest), longest})
+    batches = sorted({1, min(4, slots), slots})
+    most = max(2, min(nodes + 1, BATCH_ROWS // slots))
+    tokens = sorted({min(count, most) for count in VERIFIED})
+    widths = (1, width) if nodes > depth else (1,)
+    grid = Grid(sorted({1, min(2, depth), depth}), widths, (), batches, contexts)
+    return measure_forwards(target, drafter, name, tokens, grid, REPEATS)

@@ -1,0 +1,80 @@
+"""The ledger of `decode=auto`: what speculation has cost so far beyond plain decoding.
+
+With T_real the seconds spent and T_plain those of plain decoding for the same tokens, a round that
+drafts is allowed only if, even with nothing accepted,
+
+    L + (T_round - C_plain) <= eps * T_plain + c0          where L = T_real - T_plain
+
+A plain round leaves L and raises T_plain; a round that drafts raises L by at most the bracket and
+never lowers T_plain. So at every time
+
+    T_real <= (1 + eps) * T_plain + c0
+
+for every text and any acceptance, up to the error of C_plain. L is kept above -CREDIT plain steps,
+so that earlier savings are not spent later; this only tightens the bound. In a batch the bound is
+that of the throughput of the batch.
+
+Seconds that a plain decoder does not spend, such as reading missed rows or deciding what to draft,
+are part of T_real. Reading the prompt is part of both.
+"""
+
+from dataclasses import asdict, dataclass
+
+SLACK = 10.0  # c0, in plain steps: the first drafts, before anything is known of a text
+CREDIT = 50.0  # savings that are kept, in plain steps
+
+
+@dataclass
+class Ledger:
+    """Seconds of one request, or of a batch.
+
+    Attributes:
+        eps: the share of T_plain that speculation may cost.
+        step: seconds of a plain step, in which c0 is counted.
+        real, plain: T_real and T_plain.
+        debt: L.
+        worst: the largest L - eps * T_plain so far, which c0 bounds.
+        refused: rounds that the ledger did not allow to draft.
+    """
+
+    eps: float
+    step: float = 0.0
+    real: float = 0.0
+    plain: float = 0.0
+    debt: float = 0.0
+    worst: float = 0.0
+    refused: int = 0
+
+    @property
+    def slack(self) -> float:
+        """c0 in seconds."""
+        return SLACK * self.step
+
+    @property
+    def bound(self) -> float:
+        """(1 + eps) * T_plain + c0, which T_real does not exceed."""
+        return (1 + self.eps) * self.plain + self.slack
+
+    @property
+    def kept(self) -> bool:
+        """Whether T_real has stayed within the bound."""
+        return self.worst <= self.slack
+
+    def missing(self, extra: float) -> float:
+        """Return the seconds by which a round is too dear; at most 0: it is allowed.
+
+        Args:
+            extra: seconds that the round may cost more than its tokens are worth.
+        """
+        return self.debt + extra - self.eps * self.plain - self.slack
+
+    def add(self, real: float, plain: float) -> None:
+        """Add the seconds of a round, and those of plain decoding for its tokens."""
+        self.real += real
+        self.plain += plain
+        self.debt = max(self.debt + real - plain, -CREDIT * self.step)
+        self.worst = max(self.worst, self.debt - self.eps * self.plain)
+
+    def fields(self) -> dict[str, float]:
+        """Return the numbers for a report, in seconds."""
+        return {**asdict(self), "slack": self.slack, "bound": self.bound}

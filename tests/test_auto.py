@@ -1,0 +1,203 @@
+"""decode=auto in all that decodes: settings, eval, chat, the Decoder, batches, and its law."""
+
+import json
+from collections import Counter, deque
+from io import StringIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError
+from outrider.eval.auto_policy import policy_beside
+from outrider.eval.chat import chat
+from outrider.eval.decoder import Decoder
+from outrider.eval.page.answers import choice_figure
+from outrider.eval.report_auto import auto_line, choice_shares
+from outrider.launch import cli
+from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs import measurement
+from outrider.models.decode.costs.live_costs import LiveCosts
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.from_config import parse_policy_at_temperature, policy_of, rule_of
+from outrider.models.decode.request import Request
+from outrider.models.decode.round_times import Stopwatch
+from outrider.models.decode.rules.rule_table import BEST, COUPLED, DRAWN
+from outrider.train.settings import load_published
+from tests.test_auto_exact import times
+from tests.test_golden import BATCH, LENGTH, WARM, draft_logits, embedded, fit
+from tests.test_terminal_chat import user_input
+from tests.tiny import ScriptedDrafter
+
+COPY = "Repeat: one two three four one two three four one two three four"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measurement, "REPEATS", 1)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("temperature", "verify", "draft", "rule"),
+    [("0", "auto", BEST, "match"), ("1", "auto", DRAWN, "ratio"), ("1", "block", DRAWN, "block"),
+     ("1", "coupled", COUPLED, "coupled")],
+)  # fmt: skip
+def test_drafts_and_rule_follow_from_the_temperature(
+    temperature: str, verify: str, draft: str, rule: str
+) -> None:
+    words = [f"decode.temperature={temperature}", f"decode.verify={verify}", "run.dir=x"]
+    config = load_published(["drafter=suffix", "target=tiny", "decode=auto", *words])
+    policy = policy_of(config.decode)
+    assert isinstance(policy, Auto)
+    assert (policy.draft, policy.eps) == (draft, 0.03)
+    assert rule_of(config.decode, policy).name == rule
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [("decode.draft=best", "decode.draft"), ("decode.verify=traversal", "decode.verify"),
+     ("decode.verify=lossy_lenience", "decode.verify"), ("decode.auto.eps=-1", "decode.auto.eps"),
+     ("decode.auto.eps=much", "decode.auto.eps"), ("decode.auto.c0=3", "decode.auto.c0"),
+     ("decode.gain=0.1", "decode.gain"), ("decode.nodes=4", "decode.nodes")],
+)  # fmt: skip
+def test_contradictory_settings_are_refused(word: str, key: str) -> None:
+    words = [
+        "drafter=suffix",
+        "target=tiny",
+        "decode=auto",
+        "decode.temperature=1",
+        "decode.depth=8",
+        word,
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_published([*words, "run.dir=x"])
+    assert caught.value.key == key
+
+
+def test_the_grid_takes_auto() -> None:
+    name, decode = parse_policy_at_temperature("auto@1")
+    assert (name, decode.kind, decode.depth) == ("auto-t1", "auto", 8)
+
+
+def test_costs_lie_beside_a_run(tmp_path: Path) -> None:
+    """Those of another folder of a drafter are in the cache."""
+    _, decode = parse_policy_at_temperature("auto@0")
+    (folder := tmp_path / "drafter").mkdir()
+    other = policy_beside(decode, folder)
+    (tmp_path / "config.yaml").touch()
+    own = policy_beside(decode, folder)
+    assert isinstance(other, Auto)
+    assert isinstance(own, Auto)
+    assert (other.file, own.file) == (None, tmp_path / "costs.json")
+
+
+# ---- eval, chat and the Decoder ------------------------------------------------------------------
+
+
+def test_a_report_has_the_choices_and_the_ledger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["drafter=suffix", "target=tiny", "decode=auto", f"run.dir={run}", "eval.limit=2",
+             "eval.max_new_tokens=40"]  # fmt: skip
+    assert cli.main(["eval", *words]) == 0
+    text = capsys.readouterr().out
+    assert "costs of rounds measured in" in text
+    report = json.loads((run / "eval" / "eval.json").read_text())
+    lines = [json.loads(line) for line in (run / "eval" / "eval.outputs.jsonl").open()]
+    summary = report["auto"]
+    assert summary["answers"] == len(lines) == 2
+    assert sum(summary["choices"].values()) == report["rounds"]
+    assert auto_line(summary) in " ".join(text.split())
+    assert report["exact"]
+    for line in lines:
+        choices = line["auto"]["choices"]
+        assert len(choices) == len(line["auto"]["gains"]) == len(line["accepted"])
+        for choice, drafted in zip(choices, line["drafted"], strict=True):
+            assert (choice == "plain") == (drafted == 0)
+    assert cli.main(["report", f"run.dir={run}"]) == 0
+    figure = choice_figure(lines[0])
+    assert figure.title == f"choices of decode=auto: {lines[0]['id']}"
+    assert figure.light.startswith("data:image/svg")
+
+
+def test_the_chat_shows_the_shape() -> None:
+    config = load_published(
+        ["drafter=suffix", "target=tiny", "decode=auto", "run.dir=x", "eval.max_new_tokens=30"]
+    )
+    console = Console(file=StringIO(), record=True, width=200)
+    lines = [COPY, "And again?", "/new", COPY, "/plain", "Why?"]
+    assert chat(config, console, user_input(*lines)) == 0
+    text = console.export_text()
+    assert "auto, at most depth 16, temperature 0" in text
+    assert text.count("costs of rounds measured in") == 1
+    numbers = [line for line in text.splitlines() if "tokens/s" in line]
+    assert len(numbers) == 4
+    assert all("plain" in line or "chain" in line or "tree" in line for line in numbers)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_decoder_takes_auto_by_name(temperature: float) -> None:
+    decoder = Decoder.from_pretrained("tiny", drafter="suffix", dtype="float32")
+    how: dict[str, Any] = {"policy": "auto", "temperature": temperature}
+    result = decoder.generate(COPY, 40, **how)
+    assert len(result.choices) == len(result.accepted)
+    assert decoder.generate(COPY, 40, policy="chain").choices == []
+    assert list(decoder.stream(COPY, 8, **how))[-1].result.choices
+    if not temperature:
+        plain = decoder.generate_batch([COPY, "Where?", COPY], 30, batch=2, policy="plain")
+        answers = decoder.generate_batch([COPY, "Where?", COPY], 30, batch=2, **how)
+        assert [a.output_ids for a in answers] == [p.output_ids for p in plain]
+        dialogue = decoder.chat(policy="auto")
+        own = decoder.chat(policy="plain")
+        for text in (COPY, "And again?"):
+            assert dialogue.say(text, 20).output_ids == own.say(text, 20).output_ids
+
+
+def test_coupled_answers_are_those_of_plain_decoding() -> None:
+    """The text of a seed does not depend on what is drafted."""
+    decoder = Decoder.from_pretrained("tiny", drafter="suffix", dtype="float32")
+    how: dict[str, Any] = {"temperature": 1.0, "rule": "coupled", "seed": 3}
+    plain = decoder.generate(COPY, 40, policy="plain", **how)
+    assert decoder.generate(COPY, 40, policy="auto", **how).output_ids == plain.output_ids
+
+
+def test_shares_by_hand() -> None:
+    assert choice_shares(["plain", "chain 2", "plain", "tree 8"]) == (
+        "plain 50 %, chain 2 25 %, tree 8 25 %"
+    )
+
+
+# ---- the law -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_thousand_sampled_answers_have_the_law_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches of 64; the shapes are what the controller chooses, and not one of them alone.
+
+    Costs are given, and the clock hardly moves: the drafter of this test is a slow table.
+    """
+    reads = count()
+    monkeypatch.setattr(Stopwatch, "clock", staticmethod(lambda: 1e-7 * next(reads)))
+    target, prompt = embedded()
+    drafter = ScriptedDrafter(draft_logits, target.vocab_size)
+    drafter.handed = deque(maxlen=1)  # type: ignore[assignment]  # keep only the last
+    auto = Auto(depth=3, budget=8, draft=DRAWN, eps=1.0)
+    engine = Engine(target, drafter, auto, sampling=WARM)
+    auto.use_costs(LiveCosts(times(row=0.0005, level=0.01)))
+    monkeypatch.setattr(auto, "prepare", lambda *_: None)
+    requests = [Request(prompt, LENGTH + 2, seed) for seed in range(50_000)]
+    outs = engine.generate_all(requests, BATCH)
+    shapes = Counter(choice for out in outs for choice in out.choices)
+    assert len(shapes) > 2
+    assert sum(sum(out.accepted) for out in outs) > 5_000, "too few draft tokens were accepted"
+    assert fit(Counter(tuple(out.ids[:LENGTH]) for out in outs), len(outs)) > 1e-4

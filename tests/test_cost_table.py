@@ -1,0 +1,150 @@
+"""Cost tables: what a file holds, whose times are used, and what the rounds correct."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs import measurement
+from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
+from outrider.models.decode.costs.live_costs import JUMP, LiveCosts
+from outrider.models.decode.costs.round_costs import (
+    PLAIN,
+    DecodedRound,
+    DraftShape,
+    MeasuredTimes,
+    TimeGrid,
+)
+from outrider.models.decode.engine import Engine
+from tests import tiny
+
+CHAIN = DraftShape(2, 2, (1, 1))
+TIMES = MeasuredTimes(
+    "here",
+    TimeGrid({"tokens": (1, 9), "batch": (1, 4), "context": (64, 256)},
+             {(n, b, c): n + b + c / 64 for n in (1, 9) for b in (1, 4) for c in (64, 256)}),
+    TimeGrid({"width": (1,), "depth": (1, 4), "batch": (1, 4), "context": (64, 256)},
+             {(1, d, b, c): 0.5 * d for d in (1, 4) for b in (1, 4) for c in (64, 256)}),
+    {1: [DecodedRound(CHAIN, 1.0, 2.0, 0.5)]},
+    read=0.02,
+)  # fmt: skip
+SETTING = CostSetting("a processor", "2", "2.13", "float32", "t" * 16, "Eagle d")
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    write_costs(file, TIMES, SETTING)
+    assert read_costs(file, SETTING) == (replace(TIMES, name=SETTING.name), "")
+
+
+@pytest.mark.parametrize("field", ["machine", "threads", "torch", "dtype", "target", "drafter"])
+def test_times_of_another_setting_are_not_used(field: str, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    write_costs(file, TIMES, CostSetting(**{**vars(SETTING), field: "other"}))
+    times, why = read_costs(file, SETTING)
+    assert times is None
+    assert why == f"{file} was measured with another {field}"
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda table: {key: value for key, value in table.items() if key != name}
+
+
+def with_first_ms(value: object) -> Callable[[dict[str, Any]], Any]:
+    return lambda table: {**table, "target": [{**table["target"][0], "ms": value}]}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without("target"), without("read"), without("setting"), with_first_ms(0.0),
+        with_first_ms(-1.0), with_first_ms("fast"), lambda table: {**table, "target": []},
+        lambda table: {**table, "draft": table["draft"][1:]}, lambda table: [table],
+        lambda table: {**table, "decoded": {"many": []}}, lambda table: {**table, "format": "x"},
+    ],
+)  # fmt: skip
+def test_a_damaged_table_is_named_and_not_used(damage: Any, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    write_costs(file, TIMES, SETTING)
+    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    times, why = read_costs(file, SETTING)
+    assert times is None
+    assert why.startswith(f"{file} is no cost table (")
+
+
+def test_without_a_file_there_is_nothing_to_say(tmp_path: Path) -> None:
+    assert read_costs(tmp_path / "costs.json", SETTING) == (None, "")
+
+
+def test_beyond_the_grid_the_last_segment_goes_on() -> None:
+    """17 rows of one request at context 64: 17 + 1 + 1; context 512 adds 8."""
+    at = TIMES.target.at
+    assert at(extrapolate=True, tokens=17, batch=1, context=64) == pytest.approx(19)
+    assert at(extrapolate=True, tokens=1, batch=1, context=512) == pytest.approx(10)
+    assert at(extrapolate=True, tokens=-100, batch=1, context=64) == min(TIMES.target.ms.values())
+
+
+def test_rounds_correct_the_table() -> None:
+    """Rounds that take twice the table's time double what is expected, of their kind alone."""
+    costs = LiveCosts(TIMES)
+    for _ in range(40):
+        costs.observe("plain", 0.003, 0.003)
+        costs.observe("chain", 0.005, 0.010)
+    assert costs.seconds(PLAIN, 1, 64).total == pytest.approx(0.003)
+    table = costs.table_seconds(CHAIN, 1, 64).total
+    assert costs.seconds(CHAIN, 1, 64).total == pytest.approx(2 * table)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 * JUMP + 1.1])
+def test_a_time_that_cannot_be_is_left_out(seconds: float) -> None:
+    costs = LiveCosts(TIMES)
+    assert costs.observe("plain", 0.005, seconds) == 0.005
+    assert (costs.ignored, costs.factors["plain"].rounds) == (1, 0)
+    assert costs.observe("plain", 0.005, 0.006) == 0.006
+
+
+def test_a_policy_measures_once_and_then_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two policies, one measurement; a third after the number of threads has changed."""
+    monkeypatch.setattr(measurement, "REPEATS", 1)
+    target = tiny.target()
+    drafter = tiny.drafter("medusa", target).eval()
+    notes = []
+    for threads in ("1", "1", "2"):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: int(threads))
+        auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json")
+        assert Engine(target, drafter, auto).generate([5, 40, 17], 4).ids
+        notes.append(auto.notes)
+    first, second, third = notes
+    assert first[0].endswith(f"kept in {tmp_path / 'costs.json'}")
+    assert second == []
+    assert "was measured with another threads: costs of rounds measured in" in third[0]
+
+
+def test_a_larger_batch_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "REPEATS", 1)
+    target = tiny.target()
+    auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json")
+    engine = Engine(target, tiny.drafter("medusa", target).eval(), auto)
+    engine.start([], 1)
+    engine.start([], 3)
+    engine.start([], 2)
+    assert len(auto.notes) == 2
+    assert auto.controller is not None
+    assert auto.controller.costs.times.target.axes["batch"] == (1, 3)
+
+
+def test_another_drafter_has_costs_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "REPEATS", 1)
+    target, auto = tiny.target(), Auto(depth=2, budget=2, file=tmp_path / "costs.json")
+    for name in ("medusa", "eagle3"):
+        Engine(target, tiny.drafter(name, target).eval(), auto).start([], 1)
+    assert "was measured with another drafter" in auto.notes[1]
