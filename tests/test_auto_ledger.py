@@ -22,7 +22,7 @@ from outrider.models.decode.ledger import SLACK, Ledger
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafting.drafter import Absorbed
+from outrider.models.drafting.drafter import Absorbed, Drafter
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 from tests import tiny
@@ -87,6 +87,8 @@ def timed_target(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Target:
 def table(pace: float = 1.0) -> MeasuredTimes:
     """The true costs, in milliseconds, times `pace`."""
     ms = 1000 * pace
+    verified: dict[tuple[int, ...], float]
+    drafted: dict[tuple[int, ...], float]
     verified = {(n, b, 64): ms * (STEP + ROW * b * (n - 1)) for n in (1, 33) for b in (1, 4)}
     drafted = {
         (w, d, b, 64): ms * b * (LEVEL * d + 3 * READ)
@@ -236,7 +238,8 @@ def test_the_bound_holds_for_a_batch(
     """Of the throughput: one request is drafted well, the others badly."""
     target = timed_target(clock, monkeypatch)
     plain, _ = plain_answer(target, clock, 200)
-    good, bad = (guesses(plain.ids, PROMPT, lambda n, r=r: r) for r in (True, False))
+    good = guesses(plain.ids, PROMPT, lambda n: True)
+    bad = guesses(plain.ids, PROMPT, lambda n: False)
     drafter = TimedDrafter(lambda text: (good if len(text) % 2 else bad)(text), clock)
     requests = [Request(PROMPT, 200)] * batch
     start = clock.now
@@ -335,7 +338,11 @@ def test_missed_rows_are_read_as_if_never_missed(clock: Clock) -> None:
             return logits, new
 
     auto = Auto(depth=2, budget=2, first_plain=7, eps=1.0)
-    auto.wrap = lambda drafter: Recorder(drafter, auto.settle)  # type: ignore[method-assign, assignment]
+
+    def wrap(drafter: Drafter, target: Target) -> Recorder:
+        return Recorder(drafter, auto.settle)
+
+    auto.wrap = wrap  # type: ignore[method-assign]
     auto.prepare = lambda *_: None  # type: ignore[method-assign]
     engine = Engine(target, of, auto)
     auto.use_costs(LiveCosts(table()))

@@ -6,10 +6,9 @@ of the accepted paths and emits one token more than was accepted. A request that
 slot at once; prompts of one length that start together are read in one forward. Without a drafter
 every tree is only the root, which is the baseline.
 
-An answer does not depend on the batch it is in: every request has its own slot, random numbers and
-drafter state, and padding is masked. Two things change a seed's sampled answer, not its
-distribution, since drafts decide how random numbers are used: earlier answers, with a drafter that
-learns from them (`Drafter.finish`), and the times of rounds, with decode=auto.
+An answer does not depend on its batch: every request has its own slot, random numbers and drafter
+state. Earlier answers (`Drafter.finish`) and the times of rounds (decode=auto) change how drafts
+use random numbers: another sampled answer of the same seed, with the same distribution.
 
 Shape letters: B requests, N nodes, V tokens.
 """
@@ -173,9 +172,9 @@ class Engine:
 
     def rows_of(self, request: Request) -> int:
         """Return the rows of the cache that a request needs, draft tree included."""
-        nodes = self.policy.nodes if self.policy is not None else 0
-        extra = 0 if self.drafter is None else self.drafter.extra_rows
-        return nodes + 1 + extra + len(request.prompt) + max(0, request.budget)
+        nodes = 1 + (self.policy.nodes if self.policy is not None else 0)
+        nodes += 0 if self.drafter is None else self.drafter.extra_rows
+        return nodes + len(request.prompt) + max(0, request.budget)
 
     def admit(
         self,
@@ -185,8 +184,7 @@ class Engine:
     ) -> Iterator[Event]:
         """Read the prompts of numbered requests of one length, and yield their first tokens."""
         chosen = generators or [Random(one.seed) for _, one in requests]
-        pairs = zip(requests, chosen, strict=True)
-        started = [ActiveRequest(*request, generator) for request, generator in pairs]
+        started = [ActiveRequest(*one, rng) for one, rng in zip(requests, chosen, strict=True)]
         for one in started:
             self.verifier.start_request(one)
         nonempty = [one for one in started if one.request.budget > 0]
@@ -285,8 +283,7 @@ class Engine:
     ) -> None:
         """Pass the drafter rows of a prompt, all of them."""
         if self.drafter is not None:
-            counts = [rows.ids.shape[1]] * len(started)
-            traces = tree_layout.kept_traces(counts, rows, states)
+            traces = tree_layout.kept_traces([rows.ids.shape[1]] * len(started), rows, states)
             self._absorb(self.drafter, started, traces, RoundTimes())
 
     def release(self) -> None:
@@ -311,8 +308,7 @@ class Engine:
         """Run one round; return the number of new tokens of every request."""
         watch, cache = self.watch, self.cache
         watch.lap()
-        start = watch.latest
-        times = RoundTimes()
+        start, times = watch.latest, RoundTimes()
         self._set_taps()
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)

@@ -24,7 +24,7 @@ from outrider.models.decode.auto.auto_rule import auto_rule
 from outrider.models.decode.auto.chain_growth import ChainGrowth
 from outrider.models.decode.auto.choice import ChainCosts, Choice, chain_shape
 from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situation
-from outrider.models.decode.auto.deferred import DeferredDrafter, PlainRow
+from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, PlainRow
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import covers, read_or_measure
@@ -166,8 +166,10 @@ class Auto:
             prefix: position of each row.
         """
         for slot, one in enumerate(active):
-            row = PlainRow(*one.out.ids[-2:], prefix[slot], slot, states)
+            token, next_token = one.out.ids[-2:]
+            row = PlainRow(token, next_token, prefix[slot], slot, states)
             rows, state = one.absorbed
+            assert state is not None, "the prompt is absorbed first"
             one.absorbed = Absorbed(rows + 1, state.after(row, 1))
 
     def propose(self, context: DraftContext) -> Draft:
@@ -177,7 +179,8 @@ class Auto:
         length = _mean_length(requests)
         deepest = max(0, min(self.depth, context.max_depth, max(context.depth_limits)))
         costs = ChainCosts.of(control.costs, len(requests), length, deepest)
-        waiting = sum(max(0, state.rows - ABSORBED_ROWS) for state in context.states)
+        states: Sequence[Deferred] = context.states  # type: ignore[assignment]
+        waiting = sum(max(0, state.rows - ABSORBED_ROWS) for state in states)
         estimates = [_estimate(one, self.shared) for one in requests]
         now = Situation(estimates, context.depth_limits, costs, length, waiting)
         choice = control.choose(now)

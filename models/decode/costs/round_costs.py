@@ -143,7 +143,8 @@ class DecodedRound(NamedTuple):
     def from_fields(cls, row: Mapping[str, Any]) -> "DecodedRound":
         """Return the round that `fields` describes."""
         depth, nodes, expanded = (row["shape"][key] for key in SHAPE_KEYS)
-        return cls(DraftShape(depth, nodes, tuple(expanded)), *map(row.get, cls._fields[1:]))
+        others: list[Any] = [row.get(name) for name in cls._fields[1:]]
+        return cls(DraftShape(depth, nodes, tuple(expanded)), *others)
 
 
 @dataclass(frozen=True)
