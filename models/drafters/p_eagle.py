@@ -172,6 +172,12 @@ class PEagle(Eagle3):
         out: Tensor = layer.finish(residual, attended)
         return out
 
+    def activation_count(self, depths: int) -> float:
+        """Count the share of the rows that keeps each depth."""
+        shares = [max(self.cfg.keep**d, self.cfg.keep_floor) for d in range(1, depths)]
+        one = super().activation_count(1)
+        return one + sum(shares) * (super().activation_count(2) - one)
+
     # ---- decoding ----
 
     def step_batch(  # type: ignore[override]  # its states hold logits in place of a branch

@@ -90,7 +90,7 @@ class BlockConfig(DrafterConfig):
     window: int | None = option(None, "", COUNT)
     window_from: str = "slot"
     mask_token_id: int | None = option(None, "", COUNT0)
-    anchors: int | float = option(0.5, "", "(0, inf)")
+    anchors: float = option(0.5, "", "(0, 1]")
     activation: str = "silu"
     attention: str = "fast"
 
@@ -112,10 +112,6 @@ class BlockConfig(DrafterConfig):
             raise ValueError(f"window = {self.window}: {why}")
         self.require_choice("window_from", *WINDOWS)
         self.require_choice("activation", "silu", "gelu")
-        if isinstance(self.anchors, float) and self.anchors > 1:
-            why = "a share of the rows is 1.0 at most; write a whole number for a count"
-            raise ValueError(f"anchors = {self.anchors}: {why}")
-        self.require_choice("attention", "fast", "reference")
 
     @property
     def max_depth(self) -> int:
@@ -248,7 +244,7 @@ class BlockDrafter(BatchDrafter):
     def trained_mask(self, trace: Trace, depth: int) -> Bool[Tensor, "B T"]:
         """Return True at the anchors of this step, as far as their guess is supervised.
 
-        In each row of the batch, `anchors` rows whose next draft token is supervised are drawn.
+        In each row of the batch, a share of the rows whose next draft token is supervised is drawn.
         """
         mask, anchors = trace.supervised_mask(depth), trace.supervised_mask(1)
         if not self.training:
@@ -256,9 +252,7 @@ class BlockDrafter(BatchDrafter):
         seed = (self.draw << 31) + int(trace.ids.sum()) % 2**31
         keys = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed))
         order = keys.to(mask.device).masked_fill(~anchors, 2.0).argsort(1).argsort(1)
-        count: int | float | Tensor = self.cfg.anchors
-        if isinstance(count, float):
-            count = (count * anchors.sum(1, keepdim=True)).ceil()
+        count = (self.cfg.anchors * anchors.sum(1, keepdim=True)).ceil()
         drawn: Tensor = mask & anchors & (order < count)
         return drawn
 
@@ -306,14 +300,14 @@ class BlockDrafter(BatchDrafter):
 
     def forward_count(self, depths: int) -> int:
         """Count every slot; a share of the rows starts a block, at most all of them."""
-        anchors: int | float = self.cfg.anchors
-        size: int = self.cfg.block_size
-        return max(1, round(anchors * size)) if isinstance(anchors, float) else size
+        slots: float = self.cfg.anchors * self.cfg.block_size
+        return max(1, round(slots))
 
     def activation_count(self, depths: int) -> float:
-        layers = sum(layer.activation_count for layer in self.decoder_layers)
-        width = self.shape.hidden
-        return self.forward_count(depths) * (layers + width) + (1 + 2 * len(self.taps)) * width
+        """Count slots and context; norms of queries and keys add a fifth to a layer (fitted)."""
+        layers = 1.2 * sum(layer.activation_count for layer in self.decoder_layers)
+        width, slots = self.shape.hidden, self.cfg.anchors * self.cfg.block_size
+        return float(slots * (layers + width) + (1 + 2 * len(self.taps)) * width)
 
     # ---- decoding ----
 
