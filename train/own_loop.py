@@ -29,7 +29,7 @@ from outrider.train.trainer import Trainer
 
 
 class TrainingRun(Trainer):
-    """A `Trainer` for a loop of one's own, in one process.
+    """A `Trainer` for a loop of one's own, in one process::
 
         run = TrainingRun.open(configure(["drafter=eagle3", "run.dir=runs/own"]))
         optimizer = torch.optim.AdamW(run.drafter.parameters(), lr=1e-3)
