@@ -197,11 +197,15 @@ class HalfTrained(NamedTuple):
 
 @cache
 def half_trained(name: str, family: str, **changes: Any) -> HalfTrained:
-    """Train for twelve steps on the answers, after which some guesses are right."""
+    """Train for twelve steps on the answers, after which some guesses are right.
+
+    A head that reads the token before is right at every place by then: eight steps.
+    """
     of = target(family)
     answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
     student = drafter(name, of, vocab(VOCAB), **changes)
-    train_drafter(student, of, answered_trace(of, answers), steps=12)
+    steps = 8 if name == "dspark" else 12
+    train_drafter(student, of, answered_trace(of, answers), steps=steps)
     if student.patch_target(of):
         answers = tuple(greedy_tokens(of, prompt) for prompt in PROMPTS)
     return HalfTrained(of, answers, student.eval())
