@@ -164,6 +164,8 @@ def _convert_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if isinstance(value, list | tuple):  # an error names the element
+        kinds = tuple(kind for kind in kinds if get_origin(kind) in (list, tuple)) or kinds
     for kind in sorted(kinds, key=lambda kind: type(value) is not kind):
         try:
             return convert(kind, value, key)

@@ -34,6 +34,7 @@ from outrider.eval.report_tables import narrow_table
 from outrider.eval.theory import speedup_from_alpha
 from outrider.launch.bench.common import build_drafter, report, target_settings, use_threads
 from outrider.models.cache.kv_cache import KVCache
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import ActiveRequest, DialogueCache, Output, Request
@@ -101,7 +102,7 @@ class ReadPrompt(DialogueCache):
     def match_prefix(self, prompt: Sequence[int]) -> Absorbed:
         return Absorbed(self.rows)
 
-    def add_prompt(self, cache: KVCache, text: list[int], absorbed: Absorbed) -> None:
+    def add_prompt(self, cache: KVCache | SplitCache, text: list[int], absorbed: Absorbed) -> None:
         """Keep nothing."""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.conf.errors import RunError
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.recurrent_states import States
+from outrider.models.cache.split_cache import SplitCache
 from outrider.models.decode.acceptance import RequestAcceptance
 from outrider.models.decode.adaptive_confidence import Threshold
 from outrider.models.decode.ledger import Ledger
@@ -220,7 +221,7 @@ class DialogueCache:
         latest: after the newest round.
     """
 
-    cache: KVCache | None = None
+    cache: KVCache | SplitCache | None = None
     text: list[int] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     latest: Checkpoint | None = None
@@ -238,7 +239,7 @@ class DialogueCache:
         self.text = self.text[: rows + 1]  # the rest of the cache is about to be overwritten
         return Absorbed(rows, state)
 
-    def add_prompt(self, cache: KVCache, text: list[int], absorbed: Absorbed) -> None:
+    def add_prompt(self, cache: KVCache | SplitCache, text: list[int], absorbed: Absorbed) -> None:
         """Add a checkpoint after a prompt and its first token."""
         self.cache, self.text = cache, text
         newest = self.checkpoints[1:][1 - CHECKPOINTS :]
