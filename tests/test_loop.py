@@ -340,9 +340,10 @@ def test_batch_of_nan_loss_is_saved(
 def test_accumulation_equals_one_micro_batch(
     loaded: LoadedTarget, made: TrainingData, tmp_path: Path
 ) -> None:
-    loop.fit(config(tmp_path / "one", "train.eval_every=9"), loaded, made, QUIET)
-    two = config(tmp_path / "two", "train.eval_every=9", "launch.accumulation=2")
-    loop.fit(two, loaded, made, QUIET)
+    """With AdamW: Muon orthogonalises in bfloat16, which enlarges the rounding of sums."""
+    words = ("train.eval_every=9", "train.optimizer=adamw")
+    loop.fit(config(tmp_path / "one", *words), loaded, made, QUIET)
+    loop.fit(config(tmp_path / "two", *words, "launch.accumulation=2"), loaded, made, QUIET)
     a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)

@@ -266,4 +266,4 @@ def test_plan_from_measured_forwards() -> None:
     assert len(plan.rows) == 4 * (1 + 2 + 2)
     assert all(row.round_ms > row.verify_ms > 0 for row in plan.rows if row.depth)
     times = json.loads(json.dumps(plan.fields()))["times"]
-    assert set(times) == {"target", "draft", "decoded"}
+    assert set(times) == {"target", "draft", "read", "decoded"}
