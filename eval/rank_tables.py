@@ -204,8 +204,13 @@ def coupled_hits(
 def measure_tables(
     folder: Path, drafter: Drafter, target: TargetHead, traces: Sequence[Trace]
 ) -> None:
-    """Measure a run's tables at all depths of its training and write them beside its drafter."""
+    """Measure a run's tables and write them beside its drafter.
+
+    They have the depths of its training, as far as an answer of this text reaches.
+    """
     depths = int(drafter.cfg.depths)  # type: ignore[union-attr, arg-type]
+    while depths > 1 and not any(_teacher_rows(trace, depths).any() for trace in traces):
+        depths -= 1
     ranks = min(RANKS, len(drafter.vocab))
     content: dict[str, Any] = {"format": FORMAT}
     for name, (temperature, draft) in TABLES.items():
