@@ -23,7 +23,8 @@ SMALL = [
     "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
     "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
     "train.log_every=1", "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
-    "train.own_prompts=4", "train.optimizer=adamw",  # ZeRO has no Muon, the default of eagle3
+    "train.own_prompts=4", "drafter.feedback=raw", "drafter.taps=null",
+    "train.optimizer=adamw",  # ZeRO has no Muon, the default of eagle3
 ]  # fmt: skip
 ONE, TWO = train_command(1), train_command(2)
 LAUNCH = [
