@@ -36,7 +36,13 @@ from outrider.models.formats import hf_config
 from outrider.models.formats.eagle3 import LAST, ORDER
 from outrider.models.formats.eagle3_speculators import speculators_fields
 from outrider.models.formats.external import DrafterSpec, ExternalFormat, Sidecar, strip_wrappers
-from outrider.models.formats.weight_folder import SIDECAR, WeightFolder
+from outrider.models.formats.weight_folder import (
+    WeightFolder,
+    missing_flag,
+    read_flag,
+    read_nested,
+    require_rope,
+)
 from outrider.models.interface import ModelShape
 from outrider.models.target.target import Target
 
@@ -316,7 +322,7 @@ class DFlashTransformers(DFlashFormat):
     ) -> int | None:
         if folder.config.get("layer_types") is None:
             kinds = "full_attention or sliding_attention"
-            raise _missing(folder, "layer_types", f"{kinds} of each layer")
+            raise missing_flag(folder, "layer_types", f"{kinds} of each layer")
         fields = {k: folder.config.get(k) for k in ("layer_types", "sliding_window")}
         size = hf_config.read_window(folder, fields)
         return None if size is None else size + 1
@@ -390,67 +396,6 @@ class DFlashSpeculators(DFlashFormat):
         }  # fmt: skip
 
     default_shift: bool | None = False  # of an absent sample_from_anchor; None: it is refused
-
-
-# ---- flags ---------------------------------------------------------------------------------------
-
-
-def read_nested(folder: WeightFolder, name: str) -> dict[str, Any]:
-    """Return the fields of config.json with those of an object inside it, which must agree."""
-    nested = folder.config_object(name, required=False)
-    for key, value in nested.items():
-        if folder.config.get(key, value) != value:
-            both = f"{folder.config[key]}, and its {name} {value}"
-            raise folder.error(f"config.json has {key}: {both}.", f"Correct {key} in one of them.")
-    return {**folder.config, **nested}
-
-
-def read_flag(
-    folder: WeightFolder, config: Mapping[str, Any], sidecar: Sidecar, name: str, ours: str,
-    values: Any, default: Any = None,
-) -> Any:  # fmt: skip
-    """Return a flag of config.json, or of the drafter in outrider.json.
-
-    Args:
-        ours: the setting of the drafter that it is.
-        values: what it may be: a tuple, or a description of integers.
-        default: where all readers agree about an absent one.
-    """
-    value = config.get(name)
-    if value is None:
-        value = sidecar.get("drafter", {}).get(ours)
-    if value is None:
-        value = default
-    if value is None:
-        raise _missing(folder, name, values if isinstance(values, str) else _choices(values))
-    if isinstance(values, tuple):
-        valid = value in values and type(value) is bool
-    elif isinstance(value, list):
-        valid = bool(value) and all(type(n) is int for n in value)
-    else:
-        valid = type(value) is int and value >= 0
-    if not valid:
-        text = values if isinstance(values, str) else _choices(values)
-        raise folder.error(f"{name} is {value}; it may be {text}.")
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _choices(values: tuple[Any, ...]) -> str:
-    return " or ".join(str(value).lower() for value in values)
-
-
-def _missing(folder: WeightFolder, name: str, values: str) -> Exception:
-    why = f"config.json lacks {name} ({values}), and engines disagree about its default."
-    fix = f"Write into config.json which it was trained with, or into the drafter of {SIDECAR}."
-    return folder.error(why, fix)
-
-
-def require_rope(folder: WeightFolder, config: Mapping[str, Any]) -> None:
-    """Refuse a config without the base of the rotary embedding."""
-    parameters = config.get("rope_parameters")
-    nested = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    if config.get("rope_theta") is None and nested is None:
-        raise _missing(folder, "rope_theta", "the base of the rotary embedding")
 
 
 def _is_reduced(folder: WeightFolder) -> bool:

@@ -13,9 +13,9 @@ Source: the releases that docs/formats.md names.
 from typing import Any
 
 from outrider.models.drafting.block import BlockDrafter
-from outrider.models.formats.dflash import DFlashFormat, DFlashSpeculators, read_flag
+from outrider.models.formats.dflash import DFlashFormat, DFlashSpeculators
 from outrider.models.formats.external import Sidecar, strip_wrappers
-from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.formats.weight_folder import WeightFolder, read_flag
 from outrider.models.target.target import Target
 
 ARCHITECTURE = "Qwen3DSparkModel"

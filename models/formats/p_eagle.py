@@ -10,11 +10,10 @@ Source: the releases that docs/formats.md names.
 
 from typing import Any
 
-from outrider.models.formats.dflash import read_flag
 from outrider.models.formats.eagle3 import Eagle3VLLM
 from outrider.models.formats.eagle3_speculators import Eagle3Speculators
 from outrider.models.formats.external import DrafterSpec, Sidecar, strip_wrappers
-from outrider.models.formats.weight_folder import WeightFolder
+from outrider.models.formats.weight_folder import WeightFolder, read_flag
 from outrider.models.target.target import Target
 
 READ = {"Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel"}  # names of it

@@ -212,3 +212,64 @@ def equal_values(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return torch.equal(one.to(other.dtype), other) or torch.equal(one, other.to(one.dtype))
+
+
+# ---- flags about which engines disagree ----------------------------------------------------------
+
+
+def read_nested(folder: WeightFolder, name: str) -> dict[str, Any]:
+    """Return the fields of config.json with those of an object inside it, which must agree."""
+    nested = folder.config_object(name, required=False)
+    for key, value in nested.items():
+        if folder.config.get(key, value) != value:
+            both = f"{folder.config[key]}, and its {name} {value}"
+            raise folder.error(f"config.json has {key}: {both}.", f"Correct {key} in one of them.")
+    return {**folder.config, **nested}
+
+
+def read_flag(
+    folder: WeightFolder, config: Mapping[str, Any], sidecar: Mapping[str, Any],
+    name: str, ours: str, values: Any, default: Any = None,
+) -> Any:  # fmt: skip
+    """Return a flag of config.json, or of the drafter in outrider.json.
+
+    Args:
+        ours: the setting of the drafter that it is.
+        values: what it may be: a tuple, or a description of integers.
+        default: where all readers agree about an absent one.
+    """
+    value = config.get(name)
+    if value is None:
+        value = sidecar.get("drafter", {}).get(ours)
+    if value is None:
+        value = default
+    if value is None:
+        raise missing_flag(folder, name, values if isinstance(values, str) else _choices(values))
+    if isinstance(values, tuple):
+        valid = value in values and type(value) is bool
+    elif isinstance(value, list):
+        valid = bool(value) and all(type(n) is int for n in value)
+    else:
+        valid = type(value) is int and value >= 0
+    if not valid:
+        text = values if isinstance(values, str) else _choices(values)
+        raise folder.error(f"{name} is {value}; it may be {text}.")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _choices(values: tuple[Any, ...]) -> str:
+    return " or ".join(str(value).lower() for value in values)
+
+
+def missing_flag(folder: WeightFolder, name: str, values: str) -> Exception:
+    why = f"config.json lacks {name} ({values}), and engines disagree about its default."
+    fix = f"Write into config.json which it was trained with, or into the drafter of {SIDECAR}."
+    return folder.error(why, fix)
+
+
+def require_rope(folder: WeightFolder, config: Mapping[str, Any]) -> None:
+    """Refuse a config without the base of the rotary embedding."""
+    parameters = config.get("rope_parameters")
+    nested = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    if config.get("rope_theta") is None and nested is None:
+        raise missing_flag(folder, "rope_theta", "the base of the rotary embedding")
