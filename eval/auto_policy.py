@@ -1,4 +1,4 @@
-"""Draft policies with the cost table that lies beside a drafter."""
+"""Draft policies with the cost table of a drafter."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def policy_beside(
     """Return the policy of `decode`; that of decode=auto keeps its cost table with the drafter.
 
     Args:
-        drafter: its folder. costs.json lies beside a run's own `drafter/`; of other folders, and
+        drafter: its folder. costs.json is beside a run's own `drafter/`; of other folders, and
             without one, costs are kept in the user's cache.
 
     Raises:

@@ -206,7 +206,7 @@ def print_start_summary(console: Console, run: Trainer, *, loaded: LoadedTarget)
         text.check_vocabulary(data, config.drafter.draft_vocab_size, brief=True),
         costs.check_memory(run, cost), costs.check_disk(run, cost),
     ]  # fmt: skip
-    if not run.progress.step:  # a continued run has said how long it takes
+    if not run.progress.step:  # a continued run has printed its estimate
         findings.append(costs.check_time(run, cost))
     unusual = (
         text.check_mask(loaded, data), text.check_rows(config, data),

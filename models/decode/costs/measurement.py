@@ -1,7 +1,7 @@
 """Measurement of a cost table when it is first needed.
 
 The grid is small: a few drafts, the largest batch and one request, the longest context and a short
-one. It takes seconds; what lies between and beyond is linear, and the rounds correct the rest
+one. It takes seconds; other points are linear, and the rounds correct the rest
 (`live_costs.py`).
 """
 
