@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from outrider.conf import automatic
 from outrider.conf import compose as composing
-from outrider.conf.compose import CONF, choices, compose, groups, parse_words
+from outrider.conf.compose import CONF, choices, compose, groups
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_interval, convert, from_dict, option
+from outrider.conf.options import parse_words
 from outrider.conf.schema import GROUPS, Config, GenerateConfig, to_yaml
 from outrider.models import drafters
 from outrider.models.adapt import adapt

@@ -16,11 +16,11 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.files import read_json
+from outrider.conf.options import parse_words
 from outrider.data.conversations import read_prompts
 from outrider.data.sources import suite_source
 from outrider.data.tokenise import prompt_ids

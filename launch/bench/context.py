@@ -24,10 +24,10 @@ from typing import Any
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.data.conversations import read_prompts
 from outrider.data.sources import suite_source
 from outrider.eval.report_tables import narrow_table

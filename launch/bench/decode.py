@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
-from outrider.conf.compose import flatten, parse_words
+from outrider.conf.compose import flatten
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.conf.quantities import format_count
 from outrider.data.suite import load_suite
 from outrider.data.tokenise import prompt_ids

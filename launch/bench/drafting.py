@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import torch
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench import common
 from outrider.models import drafters

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from rich.text import Text
 from torch import Tensor
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
 from outrider.conf.json_shapes import read_object
+from outrider.conf.options import parse_words
 from outrider.conf.tensor_files import read_tensors
 from outrider.launch.bench.common import number_table, run_command, save_result
 from outrider.launch.processes import clean_environment, train_command

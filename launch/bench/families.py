@@ -20,10 +20,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.launch.bench import common
 from outrider.launch.bench.tiny_families import known_families, small_model
 from outrider.models import drafters, formats

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.conf.schema import TargetConfig
 from outrider.launch.bench import common
 from outrider.models import drafters

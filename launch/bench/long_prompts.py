@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.conf.schema import TargetConfig
 from outrider.launch.bench import common
 from outrider.models import drafters

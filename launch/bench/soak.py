@@ -23,11 +23,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import psutil
 from rich.table import Table
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
 from outrider.conf.files import folder_lock, remove_folder, write
+from outrider.conf.options import parse_words
 from outrider.conf.tensor_files import read_tensors
 from outrider.launch.bench.common import save_result
 from outrider.launch.processes import ENTRY, clean_environment, open_log, train_command

@@ -19,11 +19,11 @@ from typing import get_args, get_type_hints
 
 from rich.table import Table
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.json_shapes import read_object
+from outrider.conf.options import parse_words
 from outrider.conf.schema import RecordConfig
 from outrider.launch.bench.common import number_table, report, run_outrider
 

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from rich.table import Table
 from torch import Tensor
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.launch.bench import common
 from outrider.models.argmax import first_argmax
 from outrider.models.decode.costs.forward_times import interleaved_ms

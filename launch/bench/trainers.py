@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from outrider.conf.compose import compose, parse_words
+from outrider.conf.compose import compose
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.files import read_json, write_json
+from outrider.conf.options import parse_words
 from outrider.data.corpus import load_training_data
 from outrider.data.pack import split_holdout
 from outrider.data.reporter import Reporter

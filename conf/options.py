@@ -1,0 +1,45 @@
+"""The `key=value` words of a command that has no group in conf/, such as the benchmarks."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import from_dict, leaf_fields, unknown_key
+
+T = TypeVar("T")
+
+
+def parse_words(schema: type[T], words: Sequence[str]) -> T:
+    """Build `schema` from the `key=value` words of a command that has no group in conf/.
+
+    A list is written with or without brackets: `depths=3,7`. Text is taken literally.
+    """
+    kinds = {key: kind for key, kind, _ in leaf_fields(schema)}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            fix = f"Write key=value. The keys are: {', '.join(kinds)}."
+            raise ConfigError("option", word, "This is not an option.", fix)
+        if key not in kinds:
+            raise unknown_key(key, text, kinds)
+        *parents, leaf = key.split(".")
+        group = functools.reduce(lambda node, name: node.setdefault(name, {}), parents, values)
+        group[leaf] = _parse(kinds[key], text)
+    return from_dict(schema, values, "")
+
+
+def _parse(kind: Any, text: str) -> Any:
+    """A word's text as a plain value of the type `kind`, not yet checked."""
+    if get_origin(kind) in (list, tuple):
+        return [_parse(get_args(kind)[0], part.strip()) for part in text.strip("[]").split(",")]
+    if kind is str or get_origin(kind) is Literal:
+        return text
+    try:
+        return OmegaConf.from_dotlist([f"value={text}"]).value
+    except YAMLError:
+        return text
