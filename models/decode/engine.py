@@ -24,9 +24,14 @@ from torch import Tensor
 
 from outrider.conf.errors import RunError
 from outrider.models.decode import tree_layout
-from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.draft_context import DRAFTER_FIX, DraftContext
-from outrider.models.decode.policy import Draft, Policy, check_compatible, default_rule_of
+from outrider.models.decode.policy import (
+    Draft,
+    Policy,
+    SkippingPolicy,
+    check_compatible,
+    default_rule_of,
+)
 from outrider.models.decode.request import (
     ActiveRequest,
     DialogueCache,
@@ -81,9 +86,9 @@ class Engine:
                 fit the policy's drafts.
             ConfigError: trees for a target or a draft model with recurrent layers.
         """
-        self.auto = policy if isinstance(policy, Auto) else None
-        if self.auto is not None and drafter is not None:
-            drafter = self.auto.wrap(drafter, target)
+        self.skipping = policy if isinstance(policy, SkippingPolicy) else None
+        if self.skipping is not None and drafter is not None:
+            drafter = self.skipping.wrap(drafter, target)
         elif policy is not None and policy.branches:
             tree_layout.require_no_states(target, drafter)
         self.target, self.drafter, self.policy = target, drafter, policy
@@ -154,8 +159,8 @@ class Engine:
         for request in requests:
             check_request(request, self.target.shape().max_positions, self.target.vocab_size)
         rows = max(map(self.rows_of, requests), default=1)
-        if self.auto is not None:
-            self.auto.prepare(self.target, slots, rows)
+        if self.skipping is not None:
+            self.skipping.prepare(self.target, slots, rows)
         if dialogue is not None and dialogue.cache is not None:
             self.cache = dialogue.cache
             self.cache.ensure_capacity(rows)
@@ -246,9 +251,8 @@ class Engine:
         if self.history is not None:
             for slot, prompt in enumerate(prompts, start=first):
                 self.history.start(slot, prompt)
-        tree = Tree.chain(ids[:, -1:])
         self.verifier.start_round(started, 0)
-        decision = self._decide(Draft(tree, None), self._adjusted(logits, tree, first))
+        decision = self._decide(Draft(Tree.chain(ids[:, -1:]), None), logits, first)
         roots = [outcome.next_id for outcome in decision.outcomes]
         for i, (one, root) in enumerate(zip(started, roots, strict=True)):
             one.add_first(root, self.stops)
@@ -312,7 +316,7 @@ class Engine:
         self._set_taps()
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)
-        skips = self.auto is not None and not self.auto.drafts(active)
+        skips = self.skipping is not None and not self.skipping.drafts(active)
         draft, drafted = (self._no_draft(active), ()) if skips else self._draft(active, times)
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
@@ -320,7 +324,7 @@ class Engine:
         states = self._run_target(active, TargetInput(tree.ids, positions, visible, tree, drafted))
         logits = self.target.logits(states.last)
         times.target += watch.lap()
-        decision = self._decide(draft, self._adjusted(logits, tree))
+        decision = self._decide(draft, logits)
         paths = []
         for slot, (one, outcome) in enumerate(zip(active, decision.outcomes, strict=True)):
             paths.append(outcome.path[: one.add_round(outcome, self.stops)])
@@ -329,8 +333,8 @@ class Engine:
         times.verify += watch.lap()
         if skips or self.drafter is None:
             cache.keep_rows(paths)
-            if self.auto is not None:
-                self.auto.defer(active, prefix, states)
+            if self.skipping is not None:
+                self.skipping.defer(active, prefix, states)
             times.commit += watch.lap()
         else:
             texts = [one.out.ids[-count - 1 :] for one, count in zip(active, counts, strict=True)]
@@ -365,16 +369,13 @@ class Engine:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
 
     def _no_draft(self, active: list[ActiveRequest]) -> Draft:
-        newest = torch.tensor([one.out.ids[-1:] for one in active], device=self.target.device)
-        return Draft(Tree.chain(newest), None)
+        newest = [one.out.ids[-1:] for one in active]
+        return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None)
 
-    def _adjusted(self, logits: Rows, tree: Tree, first: int = 0) -> Rows:
-        """Apply penalties and bans, each node with its own text."""
-        if self.history is None:
-            return logits
-        return self.sampling.adjust(logits, self.history.at_nodes(tree, first))
-
-    def _decide(self, draft: Draft, logits: Rows) -> Decision:
+    def _decide(self, draft: Draft, logits: Rows, first: int = 0) -> Decision:
+        """Apply penalties and bans, each node with its own text, and verify."""
+        if self.history is not None:
+            logits = self.sampling.adjust(logits, self.history.at_nodes(draft.tree, first))
         return self.verifier.decide_or_explain(draft, logits)
 
     def _record(

@@ -7,9 +7,10 @@ which are returned with the tree (rule R1); `best` and `coupled` ones are the to
 Shape letters: B prompts, N nodes of the tree, V the target's tokens.
 
 Source: chains, Leviathan et al. 2023, arXiv:2211.17192; when to stop a chain early is R2 of the
-rules in `verify.py`.
+rules in `token_rules.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -34,6 +35,8 @@ from outrider.models.decode.rules.rule_table import (
 )
 from outrider.models.decode.rules.token_rules import Rows
 from outrider.models.decode.tree import Tree
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target, TargetStates
 
 
 class Draft(NamedTuple):
@@ -68,6 +71,33 @@ class Policy(Protocol):
 
     def propose(self, context: DraftContext) -> Draft:
         """Return the draft of a round."""
+        ...
+
+
+@runtime_checkable
+class SkippingPolicy(Policy, Protocol):
+    """A policy that decides before every round whether there is a draft: `decode=auto`."""
+
+    def wrap(self, drafter: Drafter, target: Target) -> Drafter:
+        """Return the drafter in the form that rounds can skip.
+
+        Raises:
+            ConfigError: no round can skip it.
+        """
+        ...
+
+    def prepare(self, target: Target, slots: int, rows: int) -> None:
+        """Prepare for batches of `slots` requests of `rows` rows."""
+        ...
+
+    def drafts(self, active: Sequence[ActiveRequest]) -> bool:
+        """Return whether the next round may draft; else it is plain, and `defer` ends it."""
+        ...
+
+    def defer(
+        self, active: Sequence[ActiveRequest], prefix: Sequence[int], states: TargetStates
+    ) -> None:
+        """Keep the rows of a plain round, at the positions `prefix`, for the drafter."""
         ...
 
 
@@ -117,22 +147,13 @@ class Chain:
                 drafted = torch.where(ends, drafted.clamp(max=depth - 1), drafted)
                 if bool((drafted < depth).all()):
                     break
-            if is_sampled:
-                rows.append(sampling.probs(logits))
-                token = context.rng.draw(rows[-1])
-            else:
-                token = first_argmax(logits)
-            ids.append(context.vocab.to_target(token))
+            ids.append(next_token(context, logits, rows if is_sampled else None))
             if drafted is not None and threshold is not None:
                 confidence = context.log_confidence(logits.float().log_softmax(-1)).exp().flatten()
                 drafted = torch.where(confidence < threshold, drafted.clamp(max=depth), drafted)
                 if bool((drafted <= depth).all()):
                     break
-        tree = Tree.chain(torch.cat(ids, dim=1), drafted)
-        if not rows:
-            return Draft(tree, None)
-        q_rows = [context.vocab.expand(row) for row in rows]
-        return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
+        return chain_draft(context, ids, rows, drafted)
 
     def _threshold(self, context: DraftContext) -> float | Float[Tensor, " B"] | None:
         """Return the confidence below which drafts end, or that of every prompt; None: none."""
@@ -141,6 +162,41 @@ class Chain:
         deepest = min(self.depth, context.max_depth)
         values = [_adapted(self.confidence, one, deepest) for one in context.requests]
         return torch.tensor(values, device=context.roots.device)
+
+
+def next_token(
+    context: DraftContext,
+    logits: Float[Tensor, "B 1 Vd"],
+    rows: list[Float[Tensor, "B 1 Vd"]] | None,
+) -> Int[Tensor, "B 1"]:
+    """Return the next token of each chain: the argmax, or drawn from its warped row.
+
+    The warped row is appended to `rows`; None: nothing is drawn.
+    """
+    if rows is None:
+        return context.vocab.to_target(first_argmax(logits))
+    rows.append(context.sampling.probs(logits))
+    return context.vocab.to_target(context.rng.draw(rows[-1]))
+
+
+def chain_draft(
+    context: DraftContext,
+    ids: list[Int[Tensor, "B 1"]],
+    rows: list[Float[Tensor, "B 1 Vd"]],
+    drafted: Int[Tensor, " B"] | None,
+) -> Draft:
+    """Return the draft of chains.
+
+    Args:
+        ids: the roots, then the tokens of each level.
+        rows: what the tokens of each level were drawn from; empty: they were not drawn.
+        drafted: tokens of each chain that are verified; None: all.
+    """
+    tree = Tree.chain(torch.cat(ids, dim=1), drafted)
+    if not rows:
+        return Draft(tree, None)
+    q_rows = [context.vocab.expand(row) for row in rows]
+    return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
 
 
 def _adapted(rule: AdaptiveConfidence, one: ActiveRequest, deepest: int) -> float:

@@ -22,18 +22,14 @@ Shape letters: B prompts, N nodes, V tokens.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.models.argmax import first_argmax
 from outrider.models.decode.acceptance import RequestAcceptance
 from outrider.models.decode.auto.choice import ChainCosts
 from outrider.models.decode.draft_context import DraftContext
-from outrider.models.decode.policy import Draft, root_index
+from outrider.models.decode.policy import Draft, chain_draft, next_token, root_index
 from outrider.models.decode.rules.rule_table import SAMPLED_DRAFTS
-from outrider.models.decode.tree import Tree
 
-Row = Float[Tensor, "B 1 Vd"]
 OPTIMISM = 1.0  # standard errors on deeper levels: those that are seldom drafted are tried
 
 
@@ -80,16 +76,14 @@ class ChainGrowth:
             confidences = context.log_confidence(log_q).exp().flatten().tolist()
             if not self.submits(depth + 1, confidences):
                 break
-            if is_sampled:
-                rows.append(sampling.probs(logits))
-                token = context.rng.draw(rows[-1])
-            else:
-                token = first_argmax(logits)
-            ids.append(context.vocab.to_target(token))
+            ids.append(next_token(context, logits, rows if is_sampled else None))
             self.confidences.append(confidences)
             self.logits.append(logits)
             depth += 1
-        return self._draft(context, ids, rows)
+        drafted = None
+        if min(self.limits) < depth:
+            drafted = torch.tensor(self.limits, device=roots.device).clamp(max=depth)
+        return chain_draft(context, ids, rows, drafted)
 
     # ---- decisions, before the draw ----
 
@@ -122,8 +116,6 @@ class ChainGrowth:
             best = max(best, net)
         return best
 
-    # ---- the tree ----
-
     def _end_abstaining(self, context: DraftContext, depth: int) -> None:
         if context.abstains is not None:
             ends = context.abstains.flatten().tolist()
@@ -131,15 +123,3 @@ class ChainGrowth:
                 min(limit, depth) if end else limit
                 for limit, end in zip(self.limits, ends, strict=True)
             ]
-
-    def _draft(
-        self, context: DraftContext, ids: list[Int[Tensor, "B 1"]], rows: list[Row]
-    ) -> Draft:
-        depth, drafted = len(ids) - 1, None
-        if min(self.limits) < depth:
-            drafted = torch.tensor(self.limits, device=context.roots.device).clamp(max=depth)
-        tree = Tree.chain(torch.cat(ids, dim=1), drafted)
-        if not rows:
-            return Draft(tree, None)
-        q_rows = [context.vocab.expand(row) for row in rows]
-        return Draft(tree, torch.cat([*q_rows, torch.zeros_like(q_rows[0])], dim=1))
