@@ -251,8 +251,9 @@ class Engine:
         if self.history is not None:
             for slot, prompt in enumerate(prompts, start=first):
                 self.history.start(slot, prompt)
+        tree = Tree.chain(ids[:, -1:])
         self.verifier.start_round(started, 0)
-        decision = self._decide(Draft(Tree.chain(ids[:, -1:]), None), logits, first)
+        decision = self._decide(Draft(tree, None), self._adjusted(logits, tree, first))
         roots = [outcome.next_id for outcome in decision.outcomes]
         for i, (one, root) in enumerate(zip(started, roots, strict=True)):
             one.add_first(root, self.stops)
@@ -324,7 +325,7 @@ class Engine:
         states = self._run_target(active, TargetInput(tree.ids, positions, visible, tree, drafted))
         logits = self.target.logits(states.last)
         times.target += watch.lap()
-        decision = self._decide(draft, logits)
+        decision = self._decide(draft, self._adjusted(logits, tree))
         paths = []
         for slot, (one, outcome) in enumerate(zip(active, decision.outcomes, strict=True)):
             paths.append(outcome.path[: one.add_round(outcome, self.stops)])
@@ -372,10 +373,13 @@ class Engine:
         newest = [one.out.ids[-1:] for one in active]
         return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None)
 
-    def _decide(self, draft: Draft, logits: Rows, first: int = 0) -> Decision:
-        """Apply penalties and bans, each node with its own text, and verify."""
-        if self.history is not None:
-            logits = self.sampling.adjust(logits, self.history.at_nodes(draft.tree, first))
+    def _adjusted(self, logits: Rows, tree: Tree, first: int = 0) -> Rows:
+        """Apply penalties and bans, each node with its own text."""
+        if self.history is None:
+            return logits
+        return self.sampling.adjust(logits, self.history.at_nodes(tree, first))
+
+    def _decide(self, draft: Draft, logits: Rows) -> Decision:
         return self.verifier.decide_or_explain(draft, logits)
 
     def _record(
