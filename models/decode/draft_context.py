@@ -16,7 +16,7 @@ from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
-from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter, State
 
 NOT_FINITE = "The drafter's logits are not finite (NaN or infinite)."
 DRAFTER_FIX = "Check that its training converged, its precision, and that its files match."
@@ -91,6 +91,14 @@ class DraftContext:
         scores = self.draft_scores(logits, depth, self._target_ids)
         self._depth, self._has_noise = depth, scores is not logits
         return scores
+
+    def end(self) -> Sequence[State]:
+        """End the drafts of the requests that have one; return the states after the last step."""
+        for one, drafted in zip(self.requests, self.states, strict=True):
+            if drafted is not one.state:
+                state = self.drafter.end_draft(one.state, drafted)
+                one.absorbed = one.absorbed._replace(state=state)
+        return self.states
 
     def log_confidence(self, log_q: Float[Tensor, "B N Vd"]) -> Float[Tensor, "B N"]:
         """Return the log-probability that a child of each node of the last step is accepted.

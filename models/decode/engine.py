@@ -360,7 +360,7 @@ class Engine:
         if max(context.depth_limits) < 1:
             return Draft(Tree.chain(context.roots[:, None]), None), context.states
         try:
-            return self.policy.propose(context), context.states
+            return self.policy.propose(context), context.end()
         except EmptyDistribution as error:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
 

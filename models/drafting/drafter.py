@@ -84,6 +84,7 @@ class Drafter(nn.Module):
     required_features: ClassVar[str] = "taps"
     max_depth: int = 2**31  # deepest tree level it can draft
     is_trained: ClassVar[bool] = True  # False: it has no weights, and `unroll` is not implemented
+    is_composite: ClassVar[bool] = False  # made of other drafters, which its settings must name
     # a row of its logits may be -inf everywhere: it drafts no child of that node
     may_abstain: ClassVar[bool] = False
     chains_only: bool = False  # its own layers are recurrent: a state follows one path of a tree
@@ -241,6 +242,17 @@ class Drafter(nn.Module):
             Logits for the children of each node, and the state for the next level.
         """
         raise NotImplementedError
+
+    def end_draft(self, state: State, drafted: State) -> State:
+        """Return the state that the next `absorb` continues; by default the one before the draft.
+
+        A drafter that learns from what becomes of its drafts keeps here what it has drafted.
+
+        Args:
+            state: of the last `absorb`.
+            drafted: of the last `step` of the round.
+        """
+        return state
 
     def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
         """Apply `absorb` to several prompts, whose traces (B = 1) may differ in length.
