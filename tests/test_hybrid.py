@@ -133,7 +133,7 @@ def test_copied_text_is_looked_up_and_new_text_is_drafted(monkeypatch: pytest.Mo
     while at < len(text) - 7:
         found[at] = state.both
         after = at + 1 + accepted[state.both]
-        state = drafter.end_draft(state, state)
+        state = drafter.end_draft(state, state, 1)
         (state,) = drafter.absorb_batch([state], [tiny_rows(text, at, after)])
         at = after
     copied = [both for at, both in found.items() if at < 123]

@@ -52,6 +52,13 @@ COMPOSITE: dict[str, dict[str, Any]] = {
         "levels": DEPTHS + 1,
         "depths": 8,
     },
+    "multi": {
+        "drafters": [
+            {"name": "eagle3", "depths": DEPTHS, "draft_vocab_size": None, "taps": [2, 0, 1]},
+            {"name": "eagle", "depths": DEPTHS, "draft_vocab_size": DRAFTED},
+        ],
+        "depths": 8,
+    },
 }
 # drafters that train copies of the target's layers, and may propose each of its tokens
 CHANGES_TARGET = ("layerskip",)

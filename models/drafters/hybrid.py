@@ -272,7 +272,7 @@ class Hybrid(BatchDrafter):
         waiting = (*state.waiting, trace)
         return HybridState(text, draft, record, not alone, state.trained, waiting)
 
-    def end_draft(self, state: HybridState, drafted: HybridState) -> HybridState:
+    def end_draft(self, state: HybridState, drafted: HybridState, depth: int) -> HybridState:
         return replace(state, drafted=True)
 
     # ---- the tree ----
@@ -287,7 +287,7 @@ class Hybrid(BatchDrafter):
         if runs:
             before = [states[i].trained for i in runs]
             rows, after = self.trained.step_batch(before, depth, ids[runs], parents[runs])
-            logits[runs] = self._over_target_tokens(rows)
+            logits[runs] = self.trained.vocab.expand_logits(rows)
             shift[runs] = self._confidence_shift(rows, depth, after)
             for i, trained in zip(runs, after, strict=True):
                 found[i] = replace(found[i], trained=trained)
@@ -299,14 +299,6 @@ class Hybrid(BatchDrafter):
                     shift[i, node] = self._add_lookup(row, draft, state.record, i in runs)
             found[i] = replace(state, level=tuple(level), shift=shift[i])
         return logits, found
-
-    def _over_target_tokens(self, rows: Float[Tensor, "R N Vt"]) -> Float[Tensor, "R N V"]:
-        vocab = self.trained.vocab
-        if vocab.is_full:
-            return rows.float()
-        out = rows.new_full((*rows.shape[:2], len(self.vocab)), float("-inf"), dtype=torch.float32)
-        out[..., vocab.target_ids] = rows.float()
-        return out
 
     def _confidence_shift(
         self, rows: Float[Tensor, "R N Vt"], depth: int, after: Sequence[State]

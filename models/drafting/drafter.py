@@ -39,6 +39,18 @@ class Absorbed(NamedTuple):
     state: State | None = None
 
 
+class Sources(NamedTuple):
+    """Rows of drafters that draft together, for the nodes of a tree level.
+
+    Attributes:
+        logits: of each of S drafters, over the draft vocabulary.
+        weights: the share that each should have in a draft.
+    """
+
+    logits: Float[Tensor, "B N S Vd"]
+    weights: Float[Tensor, "B S"]
+
+
 class TargetInput(NamedTuple):
     """New tokens of every prompt for the target: a piece of a prompt, a draft tree, or its level.
 
@@ -152,6 +164,10 @@ class Drafter(nn.Module):
         """Return the inputs of `head` in the last `step`, which a confidence reads; None: none."""
         return None
 
+    def sources(self, states: Sequence[State]) -> Sources | None:
+        """Return the rows of each of its drafters in the last `step`; None: it is one drafter."""
+        return None
+
     def unroll(self, trace: Trace) -> Iterator[Guess]:
         """Yield one guess per depth, starting at depth 1.
 
@@ -243,7 +259,7 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
-    def end_draft(self, state: State, drafted: State) -> State:
+    def end_draft(self, state: State, drafted: State, depth: int) -> State:
         """Return the state that the next `absorb` continues; by default the one before the draft.
 
         A drafter that learns from what becomes of its drafts keeps here what it has drafted.
@@ -251,6 +267,7 @@ class Drafter(nn.Module):
         Args:
             state: of the last `absorb`.
             drafted: of the last `step` of the round.
+            depth: of the prompt's deepest draft token; deeper levels were computed for others.
         """
         return state
 

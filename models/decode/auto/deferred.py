@@ -89,9 +89,9 @@ class DeferredDrafter(Drafter):
             states = [one.absorbed.state for one in states]
         return self.inner.step_batch(states, depth, ids, parents)
 
-    def end_draft(self, state: Deferred, drafted: State) -> Deferred:
-        before = state.absorbed.state
-        state.absorbed = state.absorbed._replace(state=self.inner.end_draft(before, drafted))
+    def end_draft(self, state: Deferred, drafted: State, depth: int) -> Deferred:
+        new = self.inner.end_draft(state.absorbed.state, drafted, depth)
+        state.absorbed = state.absorbed._replace(state=new)
         return state
 
     def log_confidence(
