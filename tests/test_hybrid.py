@@ -370,7 +370,7 @@ def test_the_confidence_of_the_trained_drafter_is_kept(monkeypatch: pytest.Monke
         ("trained={name:kangaroo}", "drafter.trained.name", "runs its target itself"),
         ("trained=nowhere", "drafter.trained.path", "no such folder"),
         ("trained={name:eagle3,taps:[99]}", "drafter.trained.taps[0]", "layers"),
-        ("trained=3", "drafter.trained", "folder of a trained drafter"),
+        ("trained=3", "drafter.trained", "neither a folder nor"),
         ("lookup=eagle3", "drafter.lookup.name", "does not look tokens up"),
         ("lookup=lookahead", "drafter.lookup.name", "runs its target itself"),
         ("lookup=runs/suffix", "drafter.lookup", "no such drafter"),

@@ -65,8 +65,8 @@ class Config(UntrainedConfig):
         """Return {path: FOLDER} or the settings of each drafter.
 
         Raises:
-            ConfigError: there are fewer than two, or too many.
-            ValueError, ConfigError: one is neither a folder nor settings.
+            ConfigError: there are fewer than two, or too many; or one is neither a folder nor
+                settings.
         """
         values = [] if self.drafters is None else self.drafters
         if not isinstance(values, list | tuple) or not 2 <= len(values) <= MOST:

@@ -125,7 +125,7 @@ def trained_settings(value: Any, part: Part) -> dict[str, Any]:
     """Return {path: FOLDER} or the settings of a trained drafter, from a folder or such a mapping.
 
     Raises:
-        ValueError, ConfigError: it is neither, or names a drafter without its weights.
+        ConfigError: it is neither, or names a drafter without its weights.
     """
     if isinstance(value, str):
         if value in drafters.names() and not Path(value).is_dir():
@@ -136,7 +136,8 @@ def trained_settings(value: Any, part: Part) -> dict[str, Any]:
     named = isinstance(value, dict) and isinstance(value.get("name"), str)
     folder = isinstance(value, dict) and set(value) == {"path"} and isinstance(value["path"], str)
     if not named and not folder:
-        raise ValueError(f"{part.key.removeprefix('drafter.')} = {value}: {TRAINED_FIX}")
+        why = "It is neither a folder nor the settings of a drafter."
+        raise ConfigError(part.key, value, why, part.fix)
     if named:
         part.parse(value)
     return dict(value)
