@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Request
+from outrider.models.decode.round_times import Stopwatch
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, DRAWN, INDEPENDENT, bind_rule
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
@@ -41,6 +43,7 @@ from tests.test_lookup import POLICIES, REPEATING
 
 LOOKUPS: list[Any] = ["suffix", {"name": "ngram", "n": 2, "least": 2}]
 each_lookup = pytest.mark.parametrize("lookup", LOOKUPS, ids=["suffix", "ngram"])
+FAMILIES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gpt2"))]
 LENGTH = 4
 
 
@@ -170,7 +173,7 @@ def test_rows_wait_while_the_look_up_drafts_alone(monkeypatch: pytest.MonkeyPatc
 
 
 @each_lookup
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_equals_plain_decoding(lookup: Any, family: str, tmp_path: Path) -> None:
     """Float32, token by token, of a half-trained drafter, alone and in a batch."""
     target, _, trained = tiny.half_trained("eagle3", family)
@@ -293,7 +296,9 @@ def test_sampled_answers_do_not_depend_on_their_batch(
 
 
 def test_automatic_drafts_have_the_law_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = set[str]()
+    """A clock that moves by 0.1 ms whenever it is read: equal choices in every enumeration."""
+    shapes, readings = set[str](), count()
+    monkeypatch.setattr(Stopwatch, "clock", staticmethod(lambda: 1e-4 * next(readings)))
     drafter = toy(monkeypatch, cost=0.3)
 
     def process(rng: RandomSource) -> Context:
@@ -308,6 +313,20 @@ def test_automatic_drafts_have_the_law_of_the_target(monkeypatch: pytest.MonkeyP
 
     assert distance(enumerate_law(process), law_of_plain(PROMPT)) < 1e-6
     assert any(shape.startswith("chain") for shape in shapes)
+
+
+def test_automatic_drafts_measure_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a level of 0.05 steps each, two of them; a cost that is given stays."""
+    measured = times(0.01, 0.05)
+    module = "outrider.models.decode.auto.policy"
+    monkeypatch.setattr(f"{module}.read_or_measure", lambda *_: (measured, ""))
+    for given, cost in ((None, 0.1), (0.3, 0.3)):
+        drafter = toy(monkeypatch, cost=given)
+        assert drafter.cost == (hybrid.COST if given is None else given)
+        auto = Auto(depth=2, budget=2, width=2, draft=DRAWN)
+        auto.wrap(drafter, TARGET)
+        auto.prepare(TARGET, 1, 64)
+        assert drafter.cost == pytest.approx(cost, abs=1e-3)
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from outrider.models.target.target import Target
 
 WAITING = 64  # rows that the trained drafter has not read, at most
 KEEP = 0.95  # weight of the rounds before, after every round
+COST = 0.2  # of a trained draft, in steps of the target, until it is given or measured
 PRIOR = 2.0  # rounds, or look-up tokens, that the first estimates stand for
 
 
@@ -63,7 +64,7 @@ class Config(UntrainedConfig):
     lookup: Any = "suffix"
     trained: Any = None
     levels: int | None = option(None, "", DEPTHS)
-    cost: float = option(0.2, "", "[0, 100]")
+    cost: float | None = option(None, "", "[0, 100]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,6 +206,7 @@ class Hybrid(BatchDrafter):
 
     Attributes:
         levels: levels at most that the trained drafter drafts.
+        cost: seconds of its draft over those of a step of the target.
     """
 
     is_trained = False
@@ -226,6 +228,7 @@ class Hybrid(BatchDrafter):
         self.cfg, self.vocab, self.taps = cfg, vocab, trained.taps
         self.levels = min(cfg.levels or int(settings["depths"]), cfg.depths, trained.max_depth)
         self.max_depth, self.chains_only = cfg.depths, trained.chains_only
+        self.cost = COST if cfg.cost is None else cfg.cost
 
     @classmethod
     def check_settings(cls, cfg: Config, shape: ModelShape) -> None:
@@ -237,6 +240,9 @@ class Hybrid(BatchDrafter):
 
     def patch_target(self, target: TargetEnds) -> str | None:
         return self.trained.patch_target(target)
+
+    def use_cost(self, cost: float) -> None:
+        self.cost = cost if self.cfg.cost is None else self.cfg.cost
 
     def finish(self, answer: Sequence[int]) -> None:
         self.lookup.finish(answer)
@@ -266,7 +272,7 @@ class Hybrid(BatchDrafter):
         if state is not None:
             tokens = trace.next_ids[0].tolist()
             record = state.record.after(state.draft, tokens, state.both and state.drafted)
-        alone = record.prefers_lookup(draft, self.cfg.depths, self.levels, self.cfg.cost)
+        alone = record.prefers_lookup(draft, self.cfg.depths, self.levels, self.cost)
         if state is None:
             return HybridState(text, draft, record, not alone, waiting=(trace,))
         waiting = (*state.waiting, trace)

@@ -36,7 +36,12 @@ from torch import Tensor, nn
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import DEPTHS, option
 from outrider.conf.schema import UntrainedConfig
-from outrider.models.drafters.parts.part import TRAINED_FIX, trained_part, trained_settings
+from outrider.models.drafters.parts.part import (
+    TRAINED_FIX,
+    Part,
+    trained_part,
+    trained_settings,
+)
 from outrider.models.drafting.drafter import BatchDrafter, Drafter, LevelIds, Sources, State
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds, Trace
@@ -76,7 +81,7 @@ class Config(UntrainedConfig):
         return [trained_settings(value, part_of(i)) for i, value in enumerate(values)]
 
 
-def part_of(number: int) -> Any:
+def part_of(number: int) -> Part:
     """Return the place of one of the drafters."""
     return trained_part(f"drafter.drafters[{number}]")
 
@@ -126,7 +131,6 @@ class Multi(BatchDrafter):
         self.taps = tuple(sorted({tap for one in built for tap in one.taps}))
         self.max_depth = min(one.max_depth for one in built)
         self.chains_only = any(one.chains_only for one in built)
-        self.may_abstain = any(one.may_abstain for one in built)
 
     @classmethod
     def check_settings(cls, cfg: Config, shape: ModelShape) -> None:

@@ -328,6 +328,9 @@ class Drafter(nn.Module):
         """Return whether `run_target` is overridden: drafts then need the target and its cache."""
         return cls.run_target is not Drafter.run_target
 
+    def use_cost(self, cost: float) -> None:
+        """Set the measured time of its longest draft, in steps of the target; by default unused."""
+
     def finish(self, answer: Sequence[int]) -> None:
         """Read a finished answer, its new tokens; by default it is not used."""
 
