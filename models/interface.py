@@ -18,7 +18,7 @@ Legend of shape letters; a file that uses others has its own legend:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,10 @@ class Trace:
         if len(traces) == 1:
             return traces[0]
         names = [name for name, value in vars(traces[0]).items() if isinstance(value, Tensor)]
-        return cls(**{n: torch.cat([getattr(one, n) for one in traces], dim=1) for n in names})
+        parts: dict[str, Any] = {
+            name: torch.cat([getattr(one, name) for one in traces], dim=1) for name in names
+        }
+        return cls(**parts)
 
     def to(self, device: torch.device | str) -> "Trace":
         top = self.topk_teacher

@@ -31,6 +31,7 @@ from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafters import hybrid
 from outrider.models.drafters.hybrid import Config, Hybrid, Record, expected_hits
+from outrider.models.drafting.lookup import Draft as LookupDraft
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.interface import Trace
@@ -68,14 +69,14 @@ def combine(
 
 def test_the_expected_length_of_a_draft_is_that_of_its_paths() -> None:
     """Two levels: 1/2 (3/4 + 1/4) + 1/4 (3/4 * 1/2)."""
-    draft = {4: (0.75, {5: (0.5, {})}), 6: (0.25, {})}
+    draft: LookupDraft = {4: (0.75, {5: (0.5, {})}), 6: (0.25, {})}
     assert expected_hits(draft, 9, 0.5) == 0.5 + 0.25 * 0.375
     assert expected_hits(draft, 1, 0.5) == 0.5
     assert expected_hits({}, 9, 0.5) == 0.0
 
 
 def test_the_record_counts_up_to_the_first_wrong_token() -> None:
-    chain = {4: (1.0, {5: (0.5, {6: (1.0, {})})})}
+    chain: LookupDraft = {4: (1.0, {5: (0.5, {6: (1.0, {})})})}
     right = Record().after(chain, [4, 5, 6, 9], both=False)
     wrong = Record().after(chain, [4, 8, 6], both=False)
     assert (right.hits, right.guesses, right.rounds) == (3, 2.5, 0)
@@ -102,7 +103,7 @@ def test_the_look_up_drafts_alone_where_it_has_more_tokens_per_time(
     cost: float, alone: bool
 ) -> None:
     """1/2 + 1/4 expected tokens against two: (1 + 3/4) (1 + cost) >= 1 + 2."""
-    draft = {4: (1.0, {5: (1.0, {})})}
+    draft: LookupDraft = {4: (1.0, {5: (1.0, {})})}
     record = Record(hits=9, guesses=18)  # one half of the tokens come true
     assert record.prefers_lookup(draft, 9, 4, cost) == alone
     assert not record.prefers_lookup({}, 9, 4, 100.0)  # it drafts nothing
@@ -253,7 +254,7 @@ class KeepsTheLikely(Chain):
     """A mistake: both drafters draw, and that of the look-up replaces an unlikely token."""
 
     def propose(self, context: DraftContext) -> Draft:
-        (start,) = context.states
+        start: Any = context.states[0]
         draft = super().propose(context)
         if not start.both or draft.q_rows is None or draft.tree.size < 2:
             return draft

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_the_settings_make_the_policy_and_its_rule() -> None:
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
-    changes: dict[str, object], key: str, why: str
+    changes: dict[str, Any], key: str, why: str
 ) -> None:
     decode = parse(compose(["decode=merged_tree", "decode.temperature=1"])).decode
     with pytest.raises(ConfigError, match=why) as caught:

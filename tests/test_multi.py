@@ -48,8 +48,9 @@ def combine(
     """Drafters of the tests together."""
 
     def part_of(number: int) -> Any:
-        build, check = lambda *_: (parts[number], {}), lambda *_: None
-        return SimpleNamespace(build=build, check=check, key="", fix="")
+        return SimpleNamespace(
+            build=lambda *_: (parts[number], {}), check=lambda *_: None, key="", fix=""
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(multi, "part_of", part_of)
@@ -121,12 +122,12 @@ def test_hedge_loses_little_to_the_best_drafter(monkeypatch: pytest.MonkeyPatch)
     """Freund and Schapire's bound for losses in [0, 1]: (ln S + rate L) / (1 - exp(-rate))."""
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(3, tiny.VOCAB, (120,), generator=generator).tolist()
-    parts = [
-        tiny.ScriptedDrafter(
-            tiny.scripted_logits(text, tiny.VOCAB, lambda n, every=every: n % every > 0), tiny.VOCAB
-        )
-        for every in (2, 3, 5)
+    rows = [
+        tiny.scripted_logits(text, tiny.VOCAB, lambda n: n % 2 > 0),
+        tiny.scripted_logits(text, tiny.VOCAB, lambda n: n % 3 > 0),
+        tiny.scripted_logits(text, tiny.VOCAB, lambda n: n % 5 > 0),
     ]
+    parts = [tiny.ScriptedDrafter(row, tiny.VOCAB) for row in rows]
     monkeypatch.setattr(multi, "SHARE", 0.0)
     drafter = combine(monkeypatch, tiny.target(), parts)
     (state,) = drafter.absorb_batch([None], [tiny_rows(text, 0, 3)])
@@ -268,7 +269,8 @@ class LikelierDrafter(Chain):
     """A mistake: both drafters draw, and the likelier of the two tokens is verified."""
 
     def propose(self, context: DraftContext) -> Draft:
-        start, drafts = context.states, list[Draft]()
+        start: list[Any] = [*context.states]
+        drafts = list[Draft]()
         for weights in ((1.0, 0.0), (0.0, 1.0)):
             context.states = [replace(state, weights=weights) for state in start]
             drafts.append(super().propose(context))
@@ -301,10 +303,11 @@ def test_sampled_answers_do_not_depend_on_their_batch(
 ) -> None:
     """Budgets differ, so that some are drafted deeper than others have room for."""
     drafter = combine(monkeypatch, TARGET, [scripted(1), scripted(2)], rate=2.0)
-    policy: Policy = {
+    deeper: dict[str, Policy] = {
         "drawn chain": Chain(3, DRAWN, 0.45), "merged tree": MergedTree(3, 4),
         "merged best tree": MergedTree(3, 4, BEST), "dynamic tree": DynamicTree(3, 2, 4),
-    }.get(case, SAMPLED[case])  # fmt: skip
+    }  # fmt: skip
+    policy = deeper.get(case, SAMPLED[case])
     rule = bind_rule("coupled", COUPLED) if policy.draft == COUPLED else None
     engine = Engine(TARGET, drafter, policy, sampling=WARM, rule=rule)
     prompts = [PROMPT, [1], [0, 0, 1, 0, 0], [2, 1]]

@@ -207,14 +207,14 @@ class Multi(BatchDrafter):
             after.append(new)
         tokens, above = ids.tolist(), parents.tolist()
         found = list[MultiState]()
-        for i, (state, parts) in enumerate(zip(states, zip(*after, strict=True), strict=True)):
+        for i, (state, new_parts) in enumerate(zip(states, zip(*after, strict=True), strict=True)):
             before = state.levels if depth > 1 else ()
             nodes: tuple[Path, ...] = ((),)
             if before:
                 pairs = zip(tokens[i], above[i], strict=True)
                 nodes = tuple((*before[-1].nodes[parent], token) for token, parent in pairs)
             level = Level(nodes, tuple(logits[i] for logits in own))
-            found.append(MultiState(parts, state.weights, (*before, level)))
+            found.append(MultiState(new_parts, state.weights, (*before, level)))
         rows = self.sources(found)
         log_w = rows.weights.log()[:, None, :, None]
         return (rows.logits.log_softmax(-1) + log_w).logsumexp(2), found
