@@ -32,7 +32,8 @@ class DecodeConfig:
     verify: str = option(
         "auto",
         "verification above temperature 0: match, ratio, block, independent, without_replacement, "
-        "traversal, sampled, coupled, lossy_typical, lossy_lenience; auto: the usual lossless one",
+        "traversal, multi_step, sampled, coupled, lossy_typical, lossy_lenience; auto: the usual "
+        "lossless one",
     )
     tree: str | None = option(None, "static_tree, sampled_tree: JSON of rank paths; null: the best")
     confidence: float | Literal["adaptive"] = option(
@@ -67,6 +68,8 @@ class DecodeConfig:
             return self.draft
         if self.verify == "coupled":
             return "coupled"
+        if self.name == "merged_tree":
+            return "merged"
         return "drawn" if self.name in ("chain", "sampled_tree", "auto") else "best"
 
     @property

@@ -16,9 +16,9 @@ Legend of shape letters; a file that uses others has its own legend:
     V target vocabulary  Vd draft vocabulary   N nodes of one tree level      D drafter width
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,17 @@ class Trace:
         """Return the trace of packed rows; `next_ids` is `ids` shifted left by one."""
         next_ids = F.pad(batch.ids[:, 1:], (0, 1))
         return cls(batch.ids, next_ids, *batch[1:], taps, last, top1_ids, topk_teacher)
+
+    @classmethod
+    def joined(cls, traces: Sequence["Trace"]) -> "Trace":
+        """Concatenate rows of one prompt, without teachers, each trace after the one before."""
+        if len(traces) == 1:
+            return traces[0]
+        names = [name for name, value in vars(traces[0]).items() if isinstance(value, Tensor)]
+        parts: dict[str, Any] = {
+            name: torch.cat([getattr(one, name) for one in traces], dim=1) for name in names
+        }
+        return cls(**parts)
 
     def to(self, device: torch.device | str) -> "Trace":
         top = self.topk_teacher

@@ -294,6 +294,7 @@ def pick(draft: Draft, rows: Tensor) -> Draft:
     """Some of the prompts of a batch."""
     tree, contexts, q_rows = draft
     parts: dict[str, Any] = {name: getattr(tree, name)[rows] for name in PARTS}
+    parts["draws"] = None if tree.draws is None else tree.draws[rows]
     chosen = Tree(**parts, levels=tree.levels, is_chain=tree.is_chain, unpadded=tree.unpadded)
     return Draft(chosen, contexts[rows], None if q_rows is None else q_rows[rows])
 
@@ -304,6 +305,8 @@ def stack(drafts: list[Draft]) -> Draft:
     parts: dict[str, Any] = {
         name: torch.cat([getattr(tree, name) for tree in trees]) for name in PARTS
     }
+    draws = [tree.draws for tree in trees if tree.draws is not None]
+    parts["draws"] = torch.cat(draws) if draws else None
     straight, whole = (
         all(flags) for flags in zip(*((t.is_chain, t.unpadded) for t in trees), strict=True)
     )

@@ -36,7 +36,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"inner": {"name": "staged", "inner": {"name": "suffix"}}},
     ],
 }
-CASES = [(name, changes) for name in tiny.STANDALONE for changes in [{}, *VARIANTS.get(name, [])]]
+NAMES = [*tiny.STANDALONE, *tiny.COMPOSITE]
+CASES = [(name, changes) for name in NAMES for changes in [{}, *VARIANTS.get(name, [])]]
 LABELS = [f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
 # of each document: rows absorbed alone, and rows absorbed together; two join, one has a single row
 ROW_COUNTS = ((5, 3), (1, 1), (0, 3), (10, 2), (0, 1))

@@ -37,6 +37,8 @@ UNTRAINED = [name for name in drafters.names() if not drafters.drafter_class(nam
 SEARCHED = [
     name for name in UNTRAINED if issubclass(drafters.drafter_module(name).Config, SearchedConfig)
 ]
+# those that need no settings
+COMPLETE = [name for name in UNTRAINED if name in drafters.complete_names()]
 each_untrained = pytest.mark.parametrize("name", UNTRAINED)
 # those whose drafts need no forward of the target; test_target_drafting.py has the others
 NAMES = [name for name in UNTRAINED if issubclass(drafters.drafter_class(name), UntrainedDrafter)]
@@ -242,7 +244,7 @@ def test_a_reduced_vocabulary_is_refused(name: str) -> None:
 # ---- commands ----
 
 
-@each_untrained
+@pytest.mark.parametrize("name", COMPLETE)
 def test_eval_needs_no_run(name: str, tmp_path: Path) -> None:
     words = [f"drafter={name}", "target=tiny", f"run.dir={tmp_path}", "drafter.depths=4"]
     few = ["eval.limit=2", "eval.max_new_tokens=24", "eval.warmup=0"]
@@ -262,7 +264,7 @@ def plain() -> list[int]:
     return Decoder.from_pretrained("tiny", dtype="float32").generate(TRIPLES, 24).output_ids
 
 
-@each_untrained
+@pytest.mark.parametrize("name", COMPLETE)
 def test_a_decoder_takes_its_name(name: str, plain: list[int]) -> None:
     decoder = Decoder.from_pretrained("tiny", drafter=name, dtype="float32")
     assert decoder.generate(TRIPLES, 24).output_ids == plain

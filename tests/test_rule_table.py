@@ -25,12 +25,14 @@ from tests.enumeration import (
     sampled_tree,
     top_k_tree,
 )
+from tests.tries import other_rows, own_rows, tries
 
 DRAWING: dict[str, tuple[Propose, Propose]] = {
     "best": (argmax_chain(2), top_k_tree(2, 1)),
     "drawn": (sampled_chain(2), sampled_tree((2, 1), replacement=False)),
     "independent": (sampled_chain(2), sampled_tree((2, 1), replacement=True)),
     "coupled": (argmax_chain(2), top_k_tree(2, 1)),  # the noise given; the rest is the engine's
+    "merged": (tries([own_rows], 2), tries([own_rows, other_rows], 2)),
 }
 
 

@@ -14,9 +14,9 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
-from outrider.models.drafters import _inner
 from outrider.models.drafters.draft_lm import DraftLm
 from outrider.models.drafters.ngram import NGram
+from outrider.models.drafters.parts import inner as inner_drafter
 from outrider.models.drafters.staged import Config, Staged, add_inner
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.drafting.vocab import DraftVocab
@@ -158,7 +158,7 @@ def test_a_chain_ends_before_a_token_that_cannot_be_drafted(
     """At an abstention, at the depth, and before a token outside the draft vocabulary."""
     allowed = DraftVocab(torch.arange(60), tiny.VOCAB)
     states = [tiny.ScriptState((1,))]
-    assert _inner.draft_chains(scripted(tokens), states, [1], depths, allowed) == [kept]
+    assert inner_drafter.draft_chains(scripted(tokens), states, [1], depths, allowed) == [kept]
 
 
 def test_wide_levels_have_no_guesses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_misspelt_key_has_the_nearest_one_as_its_fix() -> None:
 
 def test_stages_are_bounded() -> None:
     deep = NGRAM
-    for _ in range(_inner.MAX_STAGES - 1):
+    for _ in range(inner_drafter.MAX_STAGES - 1):
         deep = {"name": "staged", "inner": deep}
     Config(inner=deep)
     with pytest.raises(ValueError, match="stages"):

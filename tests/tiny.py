@@ -45,6 +45,21 @@ STANDALONE = [
     for name in drafters.trained_names()
     if not issubclass(drafters.drafter_class(name), TargetDrafter)
 ]
+# drafters made of others, and settings that name these
+COMPOSITE: dict[str, dict[str, Any]] = {
+    "hybrid": {
+        "trained": {"name": "eagle3", "depths": DEPTHS, "draft_vocab_size": None},
+        "levels": DEPTHS + 1,
+        "depths": 8,
+    },
+    "multi": {
+        "drafters": [
+            {"name": "eagle3", "depths": DEPTHS, "draft_vocab_size": None, "taps": [2, 0, 1]},
+            {"name": "eagle", "depths": DEPTHS, "draft_vocab_size": DRAFTED},
+        ],
+        "depths": 8,
+    },
+}
 # drafters that train copies of the target's layers, and may propose each of its tokens
 CHANGES_TARGET = ("layerskip",)
 
@@ -61,9 +76,10 @@ def config(name: str, **changes: object) -> Any:
         "draft_vocab_size": DRAFTED,
         "anchors": 1.0,
         "keep": 1.0,
+        **COMPOSITE.get(name, {}),
         **changes,
     }
-    if name in CHANGES_TARGET:
+    if name in CHANGES_TARGET or name in COMPOSITE:
         settings["draft_vocab_size"] = None
     return kind(**{f.name: settings[f.name] for f in fields(kind) if f.name in settings})
 
@@ -81,7 +97,9 @@ def drafter(
     torch.manual_seed(seed)
     if name in CHANGES_TARGET:
         draft_vocab = DraftVocab.identity(of.vocab_size)
-    return drafters.build(config(name, **changes), of, draft_vocab or vocab())
+    if draft_vocab is None:
+        draft_vocab = DraftVocab.identity(of.vocab_size) if name in COMPOSITE else vocab()
+    return drafters.build(config(name, **changes), of, draft_vocab)
 
 
 def packed_trace(of: Target, seed: int = 3) -> Trace:

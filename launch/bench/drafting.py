@@ -76,7 +76,7 @@ def drafting(words: list[str]) -> int:
     head = ("drafter", "depth", "context", "draft ms", "attention", "rest", "target ms")
     table = narrow_table(head, ("drafter",))
     with console.status("") as status:
-        for name in options.drafters or drafters.names():
+        for name in options.drafters or drafters.complete_names():
             drafter = common.default_drafter(name, target)
             depth = min(options.depth, drafter.max_depth)
             for context in options.contexts:

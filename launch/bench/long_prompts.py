@@ -30,7 +30,7 @@ from outrider.models.target.target import Target
 
 MIB = 2**20
 NO_DRAFTER = "none"
-CHOICES = (NO_DRAFTER, *drafters.names())
+CHOICES = (NO_DRAFTER, *drafters.complete_names())
 
 
 @dataclasses.dataclass(frozen=True)

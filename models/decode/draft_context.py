@@ -16,7 +16,7 @@ from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
-from outrider.models.drafting.drafter import Drafter
+from outrider.models.drafting.drafter import Drafter, Sources
 
 NOT_FINITE = "The drafter's logits are not finite (NaN or infinite)."
 DRAFTER_FIX = "Check that its training converged, its precision, and that its files match."
@@ -92,6 +92,20 @@ class DraftContext:
         self._depth, self._has_noise = depth, scores is not logits
         return scores
 
+    def sources(self, logits: Float[Tensor, "B N Vd"]) -> Sources:
+        """Return the rows of the last step by drafter, with penalties and bans.
+
+        Args:
+            logits: what `step` returned, the rows of a single drafter.
+        """
+        found = self.drafter.sources(self.states)
+        if found is None:
+            return Sources(logits[:, :, None], torch.ones_like(logits[:, 0, :1]))
+        if self.history is None:
+            return found
+        rows = [self._with_penalties(one, self.history) for one in found.logits.unbind(2)]
+        return Sources(torch.stack(rows, 2), found.weights)
+
     def log_confidence(self, log_q: Float[Tensor, "B N Vd"]) -> Float[Tensor, "B N"]:
         """Return the log-probability that a child of each node of the last step is accepted.
 
@@ -121,6 +135,13 @@ class DraftContext:
         if above is not None:
             prefix = above.gather(1, parents[..., None].expand(*parents.shape, above.shape[2]))
             self._paths = torch.cat([prefix, self._paths], dim=2)
+        return self._with_penalties(logits, history)
+
+    def _with_penalties(
+        self, logits: Float[Tensor, "B N Vd"], history: TokenHistory
+    ) -> Float[Tensor, "B N Vd"]:
+        """Apply penalties and bans along the paths of the last step."""
+        assert self._paths is not None, "set by the step"
         adjusted = self.sampling.adjust(logits, history.along(self._paths), self._target_ids)
         some_allowed = (adjusted > float("-inf")).any(-1, keepdim=True)
         return torch.where(some_allowed, adjusted, logits.float())  # else the target rejects it

@@ -43,7 +43,7 @@ from outrider.models.decode.request import (
     same_length_batch,
 )
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
-from outrider.models.decode.rules.rule_table import SAMPLED_DRAFTS, VerifyFn
+from outrider.models.decode.rules.rule_table import WITH_ROWS, VerifyFn
 from outrider.models.decode.rules.token_rules import Rows
 from outrider.models.decode.sampling import EmptyDistribution
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
@@ -332,6 +332,8 @@ class Engine:
             self._record(one, slot, decision.scores[slot], paths[-1])
         counts = [*map(len, paths)]
         times.verify += watch.lap()
+        for one, after in zip(active, drafted):  # noqa: B905 - none without a policy
+            one.end_draft(self.drafter, after)
         if skips or self.drafter is None:
             cache.keep_rows(paths)
             if self.skipping is not None:
@@ -356,7 +358,7 @@ class Engine:
         if self.drafter is None or self.policy is None:
             return self._no_draft(active), ()
         rng = NO_RANDOMNESS  # draws need not check: verification refuses tokens of NaN rows
-        if self.policy.draft in SAMPLED_DRAFTS:
+        if self.policy.draft in WITH_ROWS:
             rng = self.verifier.random_source(check_mass=False)
         scores, history = self.verifier.draft_scores, self.history
         context = DraftContext(

@@ -25,6 +25,7 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.rules.rule_table import (
     BEST,
     COUPLED,
+    MERGED,
     SAMPLED_DRAFTS,
     BoundRule,
     bind_rule,
@@ -32,6 +33,7 @@ from outrider.models.decode.rules.rule_table import (
 )
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
+from outrider.models.decode.tries.policy import MergedTree
 from outrider.models.drafting.drafter import Drafter
 
 # of `decode`, for every entry of `eval.grid`; so is decode.depth, if it is set
@@ -94,9 +96,14 @@ def _static_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
     return StaticTree(paths, draft)
 
 
+def _merged_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    return MergedTree(decode.depth, decode.nodes // decode.depth, draft_of(decode))
+
+
 OWN_POLICIES: dict[str, PolicyFn] = {
     "chain": _chain, "static_tree": _static_tree, "sampled_tree": _static_tree,
     "dynamic_tree": _dynamic_tree, "opt_tree": _dynamic_tree, "auto": _auto,
+    "merged_tree": _merged_tree,
 }  # fmt: skip
 # what `decode.name` may name; a registered one has the settings and the depth of a tree
 POLICIES: Registry[PolicyFn] = Registry(
@@ -199,6 +206,12 @@ def check_decode(decode: DecodeConfig) -> None:
     if decode.kind == "dynamic_tree" and decode.draft_kind not in (BEST, COUPLED):
         why = "A tree that is pruned by probability must not sample its tokens: that is biased."
         raise refuse("draft", why, "Use best or coupled, or decode=sampled_tree.")
+    if decode.kind == "merged_tree" and decode.width != 1:
+        fix = "Set decode.nodes and decode.depth."
+        raise refuse("width", "It has as many chains as decode.nodes holds.", fix)
+    if decode.kind == "merged_tree" and decode.draft_kind not in (BEST, MERGED):
+        why = "Chains that are merged are independent draws, or begin with the best tokens."
+        raise refuse("draft", why, "Use auto or best.")
     for key, kind in (("confidence", "chain"), ("gain", "dynamic_tree"), ("tree", "static_tree")):
         if getattr(decode, key) and decode.kind != kind and decode.name in OWN_POLICIES:
             raise refuse(key, f"Only decode={kind} has this setting.", f"Use decode={kind}.")

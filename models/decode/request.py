@@ -19,7 +19,7 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.round_times import RoundTimes
 from outrider.models.decode.rules.gumbel_coupling import GumbelNoise
 from outrider.models.decode.rules.round_outcome import RoundOutcome
-from outrider.models.drafting.drafter import Absorbed, State
+from outrider.models.drafting.drafter import Absorbed, Drafter, State
 
 PREFILL_TOKENS = 2048  # tokens of several prompts that one forward reads
 CHECKPOINTS = 3  # newest checkpoints of a dialogue and the first: each holds a drafter's rows
@@ -187,6 +187,12 @@ class ActiveRequest:
         out.rejected.append(outcome.rejected if len(new_ids) > accepted else None)
         self._end_at_budget()
         return len(new_ids)
+
+    def end_draft(self, drafter: Drafter | None, drafted: State) -> None:
+        """Tell the drafter what it has drafted in a round, after the round has been added."""
+        if drafter is not None and drafted is not self.state:
+            state = drafter.end_draft(self.state, drafted, self.out.drafted[-1])
+            self.absorbed = self.absorbed._replace(state=state)
 
     def _end_at_budget(self) -> None:
         if self.remaining < 1 and not self.out.stop_reason:

@@ -15,7 +15,8 @@ Worked example, "the" with the children "cat" and "dog", and "sat" below "cat":
 The trees of a batch are padded to one size: a padding node (`real` is False) hangs below the root
 or below another padding node, is computed like the others, and is never accepted.
 
-Shape letters: B prompts, N nodes (root included), M candidates of which a tree is chosen, n chosen.
+Shape letters: B prompts, N nodes (root included), M candidates of which a tree is chosen, n chosen,
+K draws.
 
 Source: ancestor masks, Miao et al. 2023, "SpecInfer", arXiv:2305.09781; the choice of nodes, Li
 et al. 2024, "EAGLE-2", section 4.2, arXiv:2406.16858.
@@ -23,7 +24,7 @@ Differs: EAGLE's code leaves ties to torch.topk and sums in half precision, whic
 without its parent; here ties go to the shallower node and half-precision scores are refused.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -46,6 +47,7 @@ class Tree:
         levels: upper bound of the depths, known on the host.
         is_chain: every tree is a chain, and its nodes are real up to some depth.
         unpadded: all nodes are real, known on the host.
+        draws: of merged drafts, the node of every draw in the order drawn; -1: none was drawn.
     """
 
     ids: Int[Tensor, "B N"]
@@ -56,6 +58,7 @@ class Tree:
     levels: int
     is_chain: bool = False
     unpadded: bool = False
+    draws: Int[Tensor, "B K"] | None = None
 
     @classmethod
     def chain(cls, ids: Int[Tensor, "B N"], drafted: Int[Tensor, " B"] | None = None) -> "Tree":
@@ -94,6 +97,10 @@ class Tree:
         return cls(
             ids, parents, depths, mask, all_real if real is None else real, levels, False, unpadded
         )
+
+    def with_draws(self, draws: Int[Tensor, "B K"]) -> "Tree":
+        """Return the tree with the draws that its nodes stand for."""
+        return replace(self, draws=draws)
 
     @property
     def size(self) -> int:

@@ -60,6 +60,11 @@ def trained_names() -> list[str]:
     return [name for name in names() if drafter_class(name).is_trained]
 
 
+def complete_names() -> list[str]:
+    """Return the names of the drafters that need no settings: they are made of no other ones."""
+    return [name for name in names() if not drafter_class(name).is_composite]
+
+
 def drafter_module(name: str) -> ModuleType:
     """Import the file of one of Outrider's drafters; raise ConfigError if there is none."""
     if name not in OWN_NAMES:

@@ -43,8 +43,8 @@ from outrider.models.cache.budget_view import BudgetView, Front, Rows
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.paired_cache import PairedCache
 from outrider.models.cache.split_cache import SplitCache
-from outrider.models.drafters import _draft_model
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafters.parts import draft_model
 from outrider.models.drafting.drafter import LevelIds, TargetInput
 from outrider.models.drafting.row_selection import Selection, select, stack
 from outrider.models.drafting.target_drafting import TargetDrafter, TargetDraftState
@@ -123,7 +123,7 @@ class SparseKV(TargetDrafter):
         draft = None
         if cfg.path is not None:
             assert isinstance(target, Target), "a draft model is compared with the target"
-            draft = _draft_model.load(cfg.path, target)
+            draft = draft_model.load(cfg.path, target)
         self.__dict__["draft"] = draft  # no submodule: nothing of it is saved
         self.cfg, self.taps = cfg, taps
         self.vocab = vocab if draft is None else draft.vocab
@@ -137,7 +137,7 @@ class SparseKV(TargetDrafter):
             why = f"The target's context is {positions} tokens, and a prompt is never longer."
             raise ConfigError("drafter.window", cfg.window, why, f"Use at most {positions}.")
         if cfg.path is not None:
-            _draft_model.check(cfg.path, shape)
+            draft_model.check(cfg.path, shape)
 
     # ---- drafting ----
 

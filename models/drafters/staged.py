@@ -37,8 +37,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import NODES, option
-from outrider.models.drafters import _inner, draft_lm
+from outrider.models.drafters import draft_lm
 from outrider.models.drafters.draft_lm import DraftLm, DraftLmState
+from outrider.models.drafters.parts import inner as inner_drafter
 from outrider.models.drafting.drafter import Drafter, LevelIds, State
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, Trace
@@ -57,7 +58,7 @@ class Config(draft_lm.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _inner.check_settings(self.inner)
+        inner_drafter.check_settings(self.inner)
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ class Staged(DraftLm):
         assert isinstance(cfg, Config), "of this drafter"
         draft = cls.draft_shape(cfg, shape)
         if cfg.inner is not None and draft is not None:
-            _inner.check(cfg.inner, draft)
+            inner_drafter.INNER.check(cfg.inner, draft)
 
     def set_inner(self, values: dict[str, Any]) -> None:
-        """Build the inner drafter of these settings (models/drafters/_inner.py).
+        """Build the inner drafter of these settings (models/drafters/parts/inner.py).
 
         Raises:
             ConfigError: they are wrong, or the draft model has recurrent layers.
@@ -127,7 +128,7 @@ class Staged(DraftLm):
         if self.chains_only:
             why = "The draft model has recurrent layers, and its guesses branch."
             raise ConfigError("drafter.inner", values, why, "Use draft_lm, without an inner one.")
-        inner, settings = _inner.build(values, self.lm)
+        inner, settings = inner_drafter.build(values, self.lm)
         self.cfg, self.inner_depths = replace(self.cfg, inner=settings), int(settings["depths"])
         if inner.is_trained:
             self.inner = inner
@@ -162,7 +163,7 @@ class Staged(DraftLm):
     def _guess(self, states: Sequence[State], newest: Sequence[int]) -> list[list[int]]:
         """Return the inner drafter's chain after each of several texts."""
         assert self.inner is not None, "only a draft model with an inner drafter guesses"
-        return _inner.draft_chains(self.inner, states, newest, self.inner_depths, self.vocab)
+        return inner_drafter.draft_chains(self.inner, states, newest, self.inner_depths, self.vocab)
 
     # ---- the tree ----
 

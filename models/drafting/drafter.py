@@ -39,6 +39,18 @@ class Absorbed(NamedTuple):
     state: State | None = None
 
 
+class Sources(NamedTuple):
+    """Rows of drafters that draft together, for the nodes of a tree level.
+
+    Attributes:
+        logits: of each of S drafters, over the draft vocabulary.
+        weights: the share that each should have in a draft.
+    """
+
+    logits: Float[Tensor, "B N S Vd"]
+    weights: Float[Tensor, "B S"]
+
+
 class TargetInput(NamedTuple):
     """New tokens of every prompt for the target: a piece of a prompt, a draft tree, or its level.
 
@@ -84,6 +96,7 @@ class Drafter(nn.Module):
     required_features: ClassVar[str] = "taps"
     max_depth: int = 2**31  # deepest tree level it can draft
     is_trained: ClassVar[bool] = True  # False: it has no weights, and `unroll` is not implemented
+    is_composite: ClassVar[bool] = False  # made of other drafters, which its settings must name
     # a row of its logits may be -inf everywhere: it drafts no child of that node
     may_abstain: ClassVar[bool] = False
     chains_only: bool = False  # its own layers are recurrent: a state follows one path of a tree
@@ -149,6 +162,10 @@ class Drafter(nn.Module):
 
     def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
         """Return the inputs of `head` in the last `step`, which a confidence reads; None: none."""
+        return None
+
+    def sources(self, states: Sequence[State]) -> Sources | None:
+        """Return the rows of each of its drafters in the last `step`; None: it is one drafter."""
         return None
 
     def unroll(self, trace: Trace) -> Iterator[Guess]:
@@ -242,6 +259,18 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
+    def end_draft(self, state: State, drafted: State, depth: int) -> State:
+        """Return the state that the next `absorb` continues; by default the one before the draft.
+
+        A drafter that learns from what becomes of its drafts keeps here what it has drafted.
+
+        Args:
+            state: of the last `absorb`.
+            drafted: of the last `step` of the round.
+            depth: of the prompt's deepest draft token; deeper levels were computed for others.
+        """
+        return state
+
     def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
         """Apply `absorb` to several prompts, whose traces (B = 1) may differ in length.
 
@@ -298,6 +327,9 @@ class Drafter(nn.Module):
     def runs_target(cls) -> bool:
         """Return whether `run_target` is overridden: drafts then need the target and its cache."""
         return cls.run_target is not Drafter.run_target
+
+    def use_cost(self, cost: float) -> None:
+        """Set the measured time of its longest draft, in steps of the target; by default unused."""
 
     def finish(self, answer: Sequence[int]) -> None:
         """Read a finished answer, its new tokens; by default it is not used."""

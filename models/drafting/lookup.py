@@ -99,6 +99,14 @@ class LookupState(DraftState):
     text: Text
 
 
+def children(
+    level: Sequence[Draft], ids: Int[Tensor, " N"], parents: Int[Tensor, " N"]
+) -> list[Draft]:
+    """Return what follows tokens that were drafted after the nodes of a level."""
+    nodes = zip(ids.tolist(), parents.tolist(), strict=True)
+    return [level[parent].get(token, (0.0, {}))[1] for token, parent in nodes]
+
+
 class UntrainedDrafter(Drafter):
     """A drafter without weights; subclasses implement `absorb` and `draft_after`."""
 
@@ -123,8 +131,7 @@ class UntrainedDrafter(Drafter):
         if depth == 1:
             level: Sequence[Draft] = [self.draft_after(state)]
         else:
-            nodes = zip(ids.tolist(), parents.tolist(), strict=True)
-            level = [state.level[parent].get(token, (0.0, {}))[1] for token, parent in nodes]
+            level = children(state.level, ids, parents)
         logits = torch.full((len(level), len(self.vocab)), float("-inf"), device=ids.device)
         for row, draft in zip(logits, level, strict=True):
             if draft:

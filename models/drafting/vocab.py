@@ -93,6 +93,15 @@ class DraftVocab(nn.Module):
         out[..., self.target_ids] = probs
         return out
 
+    def expand_logits(self, logits: Float[Tensor, "*rows Vd"]) -> Float[Tensor, "*rows V"]:
+        """Return logits over the target's tokens in float32, -inf for those outside."""
+        if self.is_full:
+            return logits.float()
+        shape = (*logits.shape[:-1], self.t2d.numel())
+        out = logits.new_full(shape, float("-inf"), dtype=torch.float32)
+        out[..., self.target_ids] = logits.float()
+        return out
+
     def coverage(self, counts: Int[Tensor, " V"]) -> float:
         """Return the share of the counted tokens that the drafter can propose."""
         total = int(counts.sum())

@@ -6,7 +6,7 @@ more than it saves. The next draft begins by absorbing what waits, in pieces of 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,11 @@ class DeferredDrafter(Drafter):
             states = [one.absorbed.state for one in states]
         return self.inner.step_batch(states, depth, ids, parents)
 
+    def end_draft(self, state: Deferred, drafted: State, depth: int) -> Deferred:
+        new = self.inner.end_draft(state.absorbed.state, drafted, depth)
+        state.absorbed = state.absorbed._replace(state=new)
+        return state
+
     def log_confidence(
         self,
         log_q: Float[Tensor, "*nodes Vd"],
@@ -129,17 +134,7 @@ def _first_rows(waiting: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
 
 def _joined(waiting: Sequence[Any]) -> Trace:
     """Concatenate waiting rows of one kind, of one prompt."""
-    first = waiting[0]
-    if isinstance(first, PlainRow):
-        return _trace_of(waiting)
-    if len(waiting) == 1:
-        trace: Trace = first
-        return trace
-    names = [f.name for f in fields(Trace) if getattr(first, f.name) is not None]
-    parts: dict[str, Any] = {
-        name: torch.cat([getattr(trace, name) for trace in waiting], dim=1) for name in names
-    }
-    return Trace(**parts)
+    return _trace_of(waiting) if isinstance(waiting[0], PlainRow) else Trace.joined(waiting)
 
 
 def _trace_of(rows: Sequence[PlainRow]) -> Trace:

@@ -129,7 +129,10 @@ class Auto:
         shape = (deepest, self.width, nodes)
         times, note = read_or_measure(target, self._drafter.inner, self.file, slots, rows, shape)
         self.notes += [note] if note else []
-        self.use_costs(LiveCosts(times) if known is None else LiveCosts(times, known.factors))
+        costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
+        self.use_costs(costs)
+        longest = costs.seconds(chain_shape(deepest), slots, rows).draft
+        self._drafter.inner.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)
 
     def use_costs(self, costs: LiveCosts) -> None:
         """Plan with these costs."""

@@ -1,11 +1,13 @@
 """The table of verification rules: which rule fits which kind of draft.
 
-A draft is of one of four kinds, and a rule fits one or several of them:
+A draft is of one of five kinds, and a rule fits one or several of them:
 
     best          the drafter's top-k tokens, chosen deterministically (no q rows)
     drawn         siblings drawn without replacement; in a chain, one draw per depth
     independent   siblings drawn independently from one row, so that they may repeat
     coupled       top-k of the drafter's rows with the noise that chooses the target's tokens
+    merged        independent draws from the rows of one or several drafters; equal ones share a
+                  node, and `Tree.draws` lists all
 
 Shape letters: B prompts, N nodes, V vocabulary.
 """
@@ -20,19 +22,23 @@ from torch import Tensor
 
 from outrider.models.decode.rules import lossy_rules, token_rules, token_rules_cpu
 from outrider.models.decode.rules.block_rules import block, traversal
+from outrider.models.decode.rules.multi_step import multi_step
 from outrider.models.decode.rules.sibling_rules import sibling_by_sibling
 from outrider.models.decode.rules.token_rules import Accepted, Rows
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.tree import Tree
 
 VerifyFn = Callable[[Tree, Tensor, Tensor | None, RandomSource], Accepted]
-BEST, DRAWN, INDEPENDENT, COUPLED = DRAFTS = ("best", "drawn", "independent", "coupled")
-SAMPLED_DRAFTS = (DRAWN, INDEPENDENT)  # they come with the rows they were drawn from
+DRAFTS = ("best", "drawn", "independent", "coupled", "merged")
+BEST, DRAWN, INDEPENDENT, COUPLED, MERGED = DRAFTS
+SAMPLED_DRAFTS = (DRAWN, INDEPENDENT)  # they come with the row that each node's children are from
+WITH_ROWS = (*SAMPLED_DRAFTS, MERGED)  # they come with the rows they were drawn from
 PROPERTIES = {
     BEST: "whose tokens were not drawn from any row (R1)",
     DRAWN: "whose siblings are not independent draws (R3)",
     INDEPENDENT: "whose siblings may repeat a token (R3)",
     COUPLED: "which come without the rows they were drawn from (R1)",
+    MERGED: "whose nodes stand for draws from several rows (R1)",
 }
 
 
@@ -123,7 +129,7 @@ def bind_rule(name: str, draft: str, **parameters: float) -> BoundRule:
         rule.check(**values)
     if rule.replacement:
         values["replacement"] = draft == INDEPENDENT
-    reads_q = set(rule.drafts) <= set(SAMPLED_DRAFTS)
+    reads_q = set(rule.drafts) <= set(WITH_ROWS)
     function = partial(rule.verify, **values)
     return BoundRule(name, draft, function, reads_q, rule.chains_only, rule.lossy, rule.cpu_rule)
 
@@ -145,6 +151,7 @@ def default_rule(draft: str, chain: bool) -> str:
         DRAWN: "ratio" if chain else "without_replacement",
         INDEPENDENT: "ratio" if chain else "independent",
         COUPLED: "coupled",
+        MERGED: "multi_step",
     }[draft]
 
 
@@ -155,6 +162,7 @@ RULES: dict[str, Rule] = {
     ),
     "independent": Rule(sibling_by_sibling, (INDEPENDENT,), replacement=True),
     "without_replacement": Rule(sibling_by_sibling, (DRAWN,), replacement=True),
+    "multi_step": Rule(multi_step, (MERGED,)),
     "block": Rule(block, SAMPLED_DRAFTS, chains_only=True),
     "traversal": Rule(traversal, SAMPLED_DRAFTS, replacement=True),
     "sampled": Rule(token_rules.match, DRAFTS, cpu_rule=token_rules_cpu.match),

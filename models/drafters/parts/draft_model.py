@@ -4,12 +4,11 @@ It is a folder or hub id of a causal language model, or a trained drafter `draft
 that of its run.
 """
 
-from pathlib import Path
-
 from outrider.conf.errors import ConfigError
 from outrider.models import formats
 from outrider.models.drafters import draft_lm
 from outrider.models.drafters.draft_lm import DraftLm
+from outrider.models.drafters.parts.part import folder_of
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape
 from outrider.models.target.target import Target
@@ -19,14 +18,8 @@ KEY = "drafter.path"
 
 def check(path: str, shape: ModelShape) -> None:
     """Raise ConfigError if the draft model's config.json does not suit a target of this shape."""
-    if not formats.holds_drafter(_folder(path)):
+    if not formats.holds_drafter(folder_of(path)):
         DraftLm.check_settings(draft_lm.Config(path=path), shape)
-
-
-def _folder(path: str) -> Path:
-    """Return the folder of a drafter, or of a run's drafter."""
-    folder = Path(path).expanduser()
-    return folder / "drafter" if (folder / "drafter").is_dir() else folder
 
 
 def load(path: str, target: Target) -> DraftLm:
@@ -36,7 +29,7 @@ def load(path: str, target: Target) -> DraftLm:
         ConfigError: it cannot be loaded, has other tokens than the target, or is no `draft_lm`.
         RunError: the folder of a drafter is damaged, or was made for another target.
     """
-    folder = _folder(path)
+    folder = folder_of(path)
     if not formats.holds_drafter(folder):
         everything = DraftVocab.identity(target.vocab_size)
         lm = DraftLm(draft_lm.Config(path=path), target, everything, ())

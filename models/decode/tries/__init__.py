@@ -1,0 +1,1 @@
+"""Tries of the chains of several drafters: the policy of `decode=merged_tree`."""

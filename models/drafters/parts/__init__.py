@@ -1,0 +1,1 @@
+"""What drafters that contain another one share: its settings, its construction, its drafts."""
