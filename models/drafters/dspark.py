@@ -123,6 +123,9 @@ class DSpark(BlockDrafter):
         if cfg.confidence_head != "none":
             self.confidence_head = ConfidenceHead(width)
 
+    def silence_bias(self) -> None:
+        torch.nn.init.zeros_(self.markov_head.markov_w2.weight)
+
     def join(
         self, slots: Float[Tensor, "*rows D"], ids: Int[Tensor, "*rows"], memory: Tensor | None
     ) -> tuple[Float[Tensor, "*rows X"], Tensor | None]:
