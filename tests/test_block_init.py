@@ -1,14 +1,18 @@
-"""First weights of block drafters: the linear fit."""
+"""First weights of block drafters: the linear fit, and warm starts that change no logit."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from outrider.conf.errors import ConfigError, RunError
+from outrider.models.drafters.dflash import Config, DFlash
 from outrider.models.drafting import closed_form_init
 from outrider.models.drafting.block import BlockDrafter
+from outrider.models.formats import native
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 from outrider.train.objective import Objective
@@ -127,3 +131,162 @@ def test_text_without_whole_blocks_leaves_random_weights(target: Target) -> None
     assert torch.equal(drafter.fc.weight, before)
     assert "linear fit" in drafter.initialise(target, [silent, *traces(target, 4)])
     assert all(p.isfinite().all() for p in drafter.parameters())
+
+
+# ---- warm starts ---------------------------------------------------------------------------------
+
+
+def stored(target: Target, folder: Path, name: str = "dflash", **changes: Any) -> BlockDrafter:
+    drafter = block(target, name, seed=9, **changes).eval()
+    native.save(drafter, folder, target, drafter.cfg, {})
+    return drafter
+
+
+def started(target: Target, folder: Path, name: str, **changes: Any) -> BlockDrafter:
+    drafter = block(target, name, warm_start=str(folder), **changes).eval()
+    type(drafter).check_first_weights(drafter.cfg, target.shape())
+    assert str(folder) in drafter.initialise(target, [])
+    return drafter
+
+
+@torch.no_grad()
+def logits(drafter: BlockDrafter, trace: Trace, depths: int = tiny.DEPTHS) -> list[Tensor]:
+    rows = _full(trace)
+    guesses = [guess for guess in drafter.unroll(trace) if guess.depth <= depths]
+    return [drafter.head(guess.states(rows)) for guess in guesses]
+
+
+UNSHIFTED = {"shifted": False}
+STARTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("dflash", {}, "dflash", {}),
+    ("dflash", {}, "dspark", {**UNSHIFTED}),
+    ("dflash", {}, "dspark", {**UNSHIFTED, "markov_head": "rnn", "confidence_head": "markov"}),
+    ("dflash", {"shifted": True}, "dspark", {"markov_head": "gated", "layers": 4}),
+    ("dflash", {"layers": 1}, "dflash", {"layers": 3}),
+    ("dflash", {"causal": True, "window": 8}, "dflash", {"causal": True, "window": 8, "layers": 3}),
+    ("dspark", {}, "dspark", {"layers": 3, "confidence_head": "slot"}),
+]
+
+
+@pytest.mark.parametrize(("first", "of", "then", "to"), STARTS, ids=str)
+def test_a_warm_start_changes_no_logit(
+    first: str, of: dict[str, Any], then: str, to: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    before = stored(target, tmp_path, first, **of)
+    after, trace = started(target, tmp_path, then, **to), tiny.packed_trace(target)
+    assert all(map(torch.equal, logits(after, trace), logits(before, trace)))
+    root = torch.zeros(1, dtype=torch.long)
+    with torch.no_grad():
+        steps = [
+            drafter.step(absorbed(drafter, trace, 1, 0, 9), 1, trace.ids[1, 9:10], root)[0]
+            for drafter in (before, after)
+        ]
+    torch.testing.assert_close(*steps, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("depths", [2, 6])
+def test_another_length_of_a_causal_block_changes_no_guess(
+    depths: int, target: Target, tmp_path: Path
+) -> None:
+    """At the depths that both have, up to the order of sums in attention of another size."""
+    before = stored(target, tmp_path, causal=True)
+    after = started(target, tmp_path, "dflash", causal=True, depths=depths)
+    shared, trace = min(depths, tiny.DEPTHS), tiny.packed_trace(target)
+    pairs = zip(logits(after, trace, shared), logits(before, trace, shared), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_another_length_of_a_bidirectional_block_is_the_old_network_at_that_length(
+    target: Target, tmp_path: Path
+) -> None:
+    """Every slot reads every slot: the control, at the old length, has other logits."""
+    before = stored(target, tmp_path)
+    after, trace = started(target, tmp_path, "dflash", depths=6), tiny.packed_trace(target)
+    longer = block(target, depths=6).eval()
+    longer.load_state_dict(before.state_dict())
+    assert all(map(torch.equal, logits(after, trace, 6), logits(longer, trace, 6)))
+    assert not any(map(torch.equal, logits(after, trace), logits(before, trace)))
+
+
+def test_what_is_new_learns_from_the_first_step(target: Target, tmp_path: Path) -> None:
+    """Zero outputs have gradients: of the new layer, and of the head."""
+    stored(target, tmp_path)
+    after = started(target, tmp_path, "dspark", layers=3, depths=3, shifted=False).train()
+    tiny.train_drafter(after, target, tiny.packed_trace(target), steps=2)
+    new = [after.decoder_layers[2].self_attn.o_proj, after.get_submodule("markov_head.markov_w2")]
+    assert all(module.get_parameter("weight").any() for module in new)
+
+
+def test_a_published_folder_starts_a_training(target: Target, tmp_path: Path) -> None:
+    from outrider.models import formats
+    from tests import outside
+
+    drafter = outside.Case("dflash", "zlab", {}, True).drafter(target)
+    assert isinstance(drafter, BlockDrafter)
+    formats.find("zlab", "dflash").write(drafter, target, None, tmp_path / "zlab")
+    fields = {"taps": drafter.taps, "layers": 3, "shifted": False, "markov_rank": 4}
+    after = started(target, tmp_path / "zlab", "dspark", **fields, depths=drafter.cfg.depths)
+    trace = tiny.packed_trace(target)
+    pairs = zip(drafter.unroll(trace), after.unroll(trace), strict=True)
+    for theirs, ours in pairs:
+        expected, found = drafter.head(theirs.hidden), after.slot_logits(ours.hidden[..., :32])
+        ids = after.vocab.target_ids
+        torch.testing.assert_close(found, expected[:, ids], atol=1e-5, rtol=1e-5)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = [
+    ("dflash", {}, "dspark", {}, "Set drafter.shifted=false"),
+    ("dflash", {"causal": True}, "dflash", {}, "Set drafter.causal=true"),
+    ("dflash", {}, "dflash", {"taps": (0, 2)}, r"Set drafter.taps=\[0,1,2\]"),
+    ("dflash", {"window": 6}, "dflash", {}, "Set drafter.window=6"),
+    ("dflash", {"mask_token_id": 3}, "dflash", {}, "Set drafter.mask_token_id=3"),
+    ("dflash", {"activation": "gelu"}, "dflash", {}, "Set drafter.activation=gelu"),
+    ("dflash", {"layers": 3}, "dflash", {}, "Set drafter.layers=3 or more"),
+    ("dspark", {}, "dflash", {"shifted": True}, "Use drafter=dspark"),
+    ("dspark", {"markov_rank": 4}, "dspark", {"markov_rank": 8}, "Set drafter.markov_rank=4"),
+    ("dspark", {}, "dspark", {"markov_head": "rnn"}, "Set drafter.markov_head=vanilla"),
+    ("dspark", {"confidence_head": "slot"}, "dspark", {}, "Set drafter.confidence_head=slot"),
+    ("eagle3", {}, "dflash", {}, "Give drafter.warm_start a dflash or dspark drafter"),
+]
+
+
+@pytest.mark.parametrize(("first", "of", "then", "to", "fix"), REFUSED, ids=str)
+def test_weights_that_do_not_fit_are_refused_with_the_setting(
+    first: str, of: dict[str, Any], then: str, to: dict[str, Any], fix: str, target: Target,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """By the headers, before the target is read, and again by the weights."""
+    drafter = tiny.drafter(first, target, **of)
+    native.save(drafter, tmp_path, target, getattr(drafter, "cfg", None), {})
+    after = block(target, then, warm_start=str(tmp_path), **to)
+    with pytest.raises(RunError, match=fix):
+        type(after).check_first_weights(after.cfg, target.shape())
+    with pytest.raises(RunError, match=fix):
+        after.initialise(target, [])
+
+
+def test_a_layer_of_another_shape_is_refused(target: Target, tmp_path: Path) -> None:
+    from outrider.models import drafters
+
+    shape = target.shape()._replace(intermediate=80)
+    other = drafters.build(tiny.config("dflash"), target, tiny.vocab(), shape)
+    native.save(other, tmp_path, target, other.cfg, {})  # type: ignore[arg-type]
+    after = block(target, warm_start=str(tmp_path))
+    with pytest.raises(RunError, match="intermediate = 80"):
+        after.initialise(target, [])
+
+
+def test_a_head_over_other_tokens_is_refused(target: Target, tmp_path: Path) -> None:
+    stored(target, tmp_path, "dspark")
+    other = tiny.drafter("dspark", target, tiny.vocab(tiny.VOCAB), warm_start=str(tmp_path))
+    with pytest.raises(RunError, match=r"Set drafter\.draft_vocab_size=40"):
+        other.initialise(target, [])
+
+
+def test_a_warm_start_has_its_own_weights(tmp_path: Path, target: Target) -> None:
+    with pytest.raises((ValueError, ConfigError), match="use init=random"):
+        Config(warm_start="x", init="linear")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="empty"):
+        DFlash.check_first_weights(Config(warm_start=str(tmp_path / "empty")), target.shape())

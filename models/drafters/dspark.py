@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from outrider.conf.automatic import adjust
 from outrider.conf.fields import option
-from outrider.models.drafting.block import BlockConfig, BlockDrafter, spread_taps
+from outrider.models.drafters.dflash import DFlash
+from outrider.models.drafting.block import BlockConfig, spread_taps
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import TargetEnds
 
@@ -105,7 +106,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width, 1)
 
 
-class DSpark(BlockDrafter):
+class DSpark(DFlash):
     """The shifted backbone, the head of the token before, and an optional confidence head.
 
     The input of `head` is [slot; input of W2; W1[token before]].

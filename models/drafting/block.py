@@ -94,6 +94,7 @@ class BlockConfig(DrafterConfig):
     anchors: float = option(0.5, "", "(0, 1]")
     activation: str = "silu"
     init: str = "random"
+    warm_start: str | None = None
     attention: str = "fast"
 
     def __post_init__(self) -> None:
@@ -115,6 +116,9 @@ class BlockConfig(DrafterConfig):
         self.require_choice("window_from", *WINDOWS)
         self.require_choice("activation", "silu", "gelu")
         self.require_choice("init", "linear", "random")
+        if self.warm_start is not None and self.init != "random":
+            why = "drafter.warm_start gives the first weights; use init=random"
+            raise ValueError(f"init = {self.init}: {why}")
 
     @property
     def max_depth(self) -> int:
