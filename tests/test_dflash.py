@@ -55,7 +55,13 @@ def test_shifted_and_unshifted_copies_are_offset_by_one_slot(target: Target) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"causal": True}, {"window": 4}, {"window": 5, "window_from": "anchor"}, {"shifted": True}],
+    [
+        {"causal": True},
+        {"window": 4},
+        {"window": 5, "window_from": "anchor"},
+        {"shifted": True},
+        {"window": 4, "window_layers": (1,)},
+    ],
     ids=str,
 )
 @torch.no_grad()
@@ -186,6 +192,9 @@ def test_depths_and_block_size_follow_each_other() -> None:
         ({"taps": ()}, "needs one or more layers"),
         ({"window": 3}, "would not see itself"),
         ({"window_from": "row"}, "use slot or anchor"),
+        ({"window_layers": (0,)}, "set drafter.window"),
+        ({"window": 9, "window_layers": (0, 1)}, "use null for all"),
+        ({"window": 9, "window_layers": (2,)}, "layers of 0 to 1"),
         ({"anchors": 1.5}, "anchors"),
         ({"anchors": 0.0}, "anchors"),
     ],

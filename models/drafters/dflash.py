@@ -35,7 +35,16 @@ from outrider.models.target.target import Target
 
 WARM_START = "Give drafter.warm_start a dflash or dspark drafter: of a run, RUN/drafter."
 KINDS = ("dflash", "dspark")
-SAME = ("shifted", "causal", "taps", "window", "window_from", "mask_token_id", "activation")
+SAME = (
+    "shifted",
+    "causal",
+    "taps",
+    "window",
+    "window_layers",
+    "window_from",
+    "mask_token_id",
+    "activation",
+)
 SAME_HEAD = ("markov_head", "markov_rank", "confidence_head", "draft_vocab_size")
 SAME_SHAPE = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "eps", "rope_theta")
 

@@ -89,6 +89,7 @@ class BlockConfig(DrafterConfig):
     taps: tuple[int, ...] | None = None
     layers: int = option(2, "", DEPTHS)
     window: int | None = option(None, "", COUNT)
+    window_layers: tuple[int, ...] | None = None
     window_from: str = "slot"
     mask_token_id: int | None = option(None, "", COUNT0)
     anchors: float = option(0.5, "", "(0, 1]")
@@ -113,12 +114,31 @@ class BlockConfig(DrafterConfig):
         if self.window is not None and self.window < self.block_size:
             why = f"a block of {self.block_size} slots would not see itself; use a larger window"
             raise ValueError(f"window = {self.window}: {why}")
+        self._check_window_layers()
         self.require_choice("window_from", *WINDOWS)
         self.require_choice("activation", "silu", "gelu")
         self.require_choice("init", "linear", "random")
         if self.warm_start is not None and self.init != "random":
             why = "drafter.warm_start gives the first weights; use init=random"
             raise ValueError(f"init = {self.init}: {why}")
+
+    def _check_window_layers(self) -> None:
+        chosen = self.window_layers
+        if chosen is None:
+            return
+        if self.window is None:
+            raise ValueError(f"window_layers = {list(chosen)}: set drafter.window, their window")
+        if (
+            not chosen
+            or sorted(set(chosen)) != list(chosen)
+            or not set(chosen) < {*range(self.layers)}
+        ):
+            why = f"layers of 0 to {self.layers - 1} in ascending order, not all of them"
+            raise ValueError(f"window_layers = {list(chosen)}: {why}; use null for all")
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer; None: all rows."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
 
     @property
     def max_depth(self) -> int:
@@ -298,9 +318,9 @@ class BlockDrafter(BatchDrafter):
         self, trace: Trace, anchors: Int[Tensor, " N"], pairs: Pairs
     ) -> Float[Tensor, "N K D"]:
         """Run the blocks behind these rows, given every layer's context keys and values."""
-        plan, positions = self.plan(trace, anchors)
+        plans, positions = self.plan(trace, anchors)
         x = self.embed_block(trace.next_ids.flatten()[anchors]).flatten(0, 1)
-        for layer, pair in zip(self.decoder_layers, pairs, strict=True):
+        for layer, pair, plan in zip(self.decoder_layers, pairs, plans, strict=True):
             x = maybe_checkpoint(
                 self.gradient_checkpointing, self._run_layer, layer, x, positions, pair, plan
             )
@@ -308,15 +328,20 @@ class BlockDrafter(BatchDrafter):
 
     def plan(
         self, trace: Trace, anchors: Int[Tensor, " N"]
-    ) -> tuple[BlockPlan, Int[Tensor, " NS"]]:
-        """Return the attention of the blocks behind these rows, and positions of their slots."""
+    ) -> tuple[list[BlockPlan], Int[Tensor, " NS"]]:
+        """Return each layer's attention of the blocks behind these rows, and their positions."""
         cfg, slots = self.cfg, self.cfg.block_size
-        plan = plan_blocks(
-            anchors, trace.document, slots, self.shape.heads,
-            causal=cfg.causal, window=cfg.window, window_from=cfg.window_from,
-        )  # fmt: skip
+        windows = [cfg.window_of(i) for i in range(cfg.layers)]
+        plans = {
+            window: plan_blocks(
+                anchors, trace.document, slots, self.shape.heads,
+                causal=cfg.causal, window=window, window_from=cfg.window_from,
+            )
+            for window in set(windows)
+        }  # fmt: skip
         first = trace.positions.flatten()[anchors, None] + 1
-        return plan, (first + torch.arange(slots, device=first.device)).flatten()
+        positions = (first + torch.arange(slots, device=first.device)).flatten()
+        return [plans[window] for window in windows], positions
 
     def _run_layer(
         self, layer: DecoderLayer, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor],
@@ -385,7 +410,6 @@ class BlockDrafter(BatchDrafter):
     ) -> list[BlockState]:
         """Run the blocks of several prompts, and return their states with slots and logits."""
         cfg, size = self.cfg, self.cfg.block_size
-        mask = cfg.causal, cfg.window, cfg.window_from
         first = torch.cat([state.position for state in states])
         positions = first[:, None] + torch.arange(size, device=first.device)
         x, counts = self.embed_block(anchors).flatten(0, 1), [size] * len(states)
@@ -394,6 +418,7 @@ class BlockDrafter(BatchDrafter):
                 layer.input_layernorm(x), positions.flatten()
             )
             rows = append_rows([state.rows[i] for state in states], key, value, counts, True)
+            mask = cfg.causal, cfg.window_of(i), cfg.window_from
             parts = zip(q.split(size), rows, strict=True)
             x = layer.finish(x, torch.cat([attend_block(*part, *mask) for part in parts]))
         slots = self.drafted(x.unflatten(0, (-1, size)))

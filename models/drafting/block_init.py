@@ -55,7 +55,7 @@ class _Slots:
     context_positions: Int[Tensor, " R"]
     states: Float[Tensor, "NS H"]
     positions: Int[Tensor, " NS"]
-    plan: BlockPlan
+    plans: list[BlockPlan]
     teacher: Float[Tensor, "N K H"]
 
 
@@ -140,11 +140,11 @@ def _deviation(drafter: "BlockDrafter", samples: list[Trace]) -> Float[Tensor, "
 
 def _blocks_of(drafter: "BlockDrafter", trace: Trace, deviation: Float[Tensor, " H"]) -> _Slots:
     anchors = _full_rows(drafter, trace)
-    plan, positions = drafter.plan(trace, anchors)
+    plans, positions = drafter.plan(trace, anchors)
     states = drafter.embed_block(trace.next_ids.flatten()[anchors]).flatten(0, 1)
     teacher = torch.stack(_states_ahead(drafter, trace, anchors), dim=1) / deviation
     context = drafter.context(trace), trace.positions.flatten()
-    return _Slots(*context, states, positions, plan, teacher)
+    return _Slots(*context, states, positions, plans, teacher)
 
 
 def _fit_layer(
@@ -161,7 +161,9 @@ def _fit_layer(
     _read_directions(drafter, layer, index, directions)
     layer.mlp.down_proj.weight.zero_()
     moments = closed_form_init.RegressionMoments()
-    attended = [drafter.attend(layer, *_inputs(layer, block)).flatten(-2) for block in blocks]
+    attended = [
+        drafter.attend(layer, *_inputs(layer, index, block)).flatten(-2) for block in blocks
+    ]
     size = drafter.cfg.block_size
     for block, x in zip(blocks, attended, strict=True):
         x, states = (drafter.drafted(part.unflatten(0, (-1, size))) for part in (x, block.states))
@@ -172,10 +174,10 @@ def _fit_layer(
 
 
 def _inputs(
-    layer: DecoderLayer, block: _Slots
+    layer: DecoderLayer, index: int, block: _Slots
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], BlockPlan]:
     pair = layer.self_attn.key_value(block.context, block.context_positions)
-    return block.states, block.positions, pair, block.plan
+    return block.states, block.positions, pair, block.plans[index]
 
 
 def _read_lags(
