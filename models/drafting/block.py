@@ -83,7 +83,7 @@ class BlockConfig(DrafterConfig):
     """Settings of every block drafter; the yaml of each describes them."""
 
     depths: int = option(7, "", DEPTHS)
-    block_size: int = option(8, "", "[2, 1025]")
+    block_size: int = option(8, "", "[1, 1025]")
     shifted: bool = False
     causal: bool = False
     taps: tuple[int, ...] | None = None
@@ -101,6 +101,9 @@ class BlockConfig(DrafterConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         unused = 0 if self.shifted else 1  # slots that predict nothing
+        if self.block_size == unused:
+            why = "its only slot is the newest token's, which drafts nothing"
+            raise ValueError(f"block_size = 1: {why}; use block_size=2 or more")
         if self.depths + unused != self.block_size and not (
             adjust(self, "block_size", self.depths + unused)
             or adjust(self, "depths", self.block_size - unused)
