@@ -40,7 +40,7 @@ def traces(target: Target, count: int) -> list[Trace]:
 
 def first_losses(target: Target, name: str, init: str) -> Tensor:
     """Nats of every depth on text that the fit has not read."""
-    drafter = block(target, name, init=init)
+    drafter = block(target, name, init=init, anchors=0.3).train()
     drafter.initialise(target, iter(traces(target, 40)))
     objective = Objective(drafter.eval(), target, weights=[1.0] * tiny.DEPTHS)
     with torch.no_grad():

@@ -87,7 +87,7 @@ def fit(drafter: "BlockDrafter", target: Target, traces: Iterable[Trace]) -> str
     for i, layer in enumerate(drafter.decoder_layers):
         _fit_layer(drafter, layer, i, directions, blocks)
     drafter.norm.weight.copy_(deviation)
-    _fit_logit_scale(drafter, target, samples[0])
+    _fit_logit_scale(drafter, target, samples[0], blocks[0])
     return f"linear fit to {moments.count:,} states of {target.name}"
 
 
@@ -224,13 +224,15 @@ def _read_directions(
         values[head, count : 2 * count] = directions.flip(0)[start : start + count]
 
 
-def _fit_logit_scale(drafter: "BlockDrafter", target: Target, trace: Trace) -> None:
+def _fit_logit_scale(drafter: "BlockDrafter", target: Target, trace: Trace, block: _Slots) -> None:
     """Scale the final norm so that the logits have the best temperature."""
     rows = _full_rows(drafter, trace)[: closed_form_init.SCALE_FIT_ROWS // drafter.cfg.depths + 1]
-    teacher = target.logits(torch.cat(_states_ahead(drafter, trace, rows)).to(trace.last.dtype))
+    ahead = torch.stack(_states_ahead(drafter, trace, rows), dim=1).flatten(0, 1)
+    teacher = target.logits(ahead.to(trace.last.dtype))
+    slots = drafter.drafted(block.states.unflatten(0, (-1, drafter.cfg.block_size)))
     ids = drafter.vocab.target_ids.to(teacher.device)
-    logits = [drafter.head(guess.states(rows)) for guess in drafter.unroll(trace)]
     scale = closed_form_init.optimal_logit_scale(
-        torch.cat(logits).float(), teacher[:, ids].float().softmax(-1)
+        drafter.slot_logits(slots[: len(rows)].flatten(0, 1)).float(),
+        teacher[:, ids].float().softmax(-1),
     )
     drafter.norm.weight.mul_(scale)
