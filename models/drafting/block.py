@@ -94,7 +94,7 @@ class BlockConfig(DrafterConfig):
     mask_token_id: int | None = option(None, "", COUNT0)
     anchors: float = option(0.5, "", "(0, 1]")
     activation: str = "silu"
-    init: str = "random"
+    init: str = "linear"
     warm_start: str | None = None
     attention: str = "fast"
 
@@ -121,9 +121,8 @@ class BlockConfig(DrafterConfig):
         self.require_choice("window_from", *WINDOWS)
         self.require_choice("activation", "silu", "gelu")
         self.require_choice("init", "linear", "random")
-        if self.warm_start is not None and self.init != "random":
-            why = "drafter.warm_start gives the first weights; use init=random"
-            raise ValueError(f"init = {self.init}: {why}")
+        if self.warm_start is not None:
+            adjust(self, "init", "random")  # its weights come first
 
     def _check_window_layers(self) -> None:
         chosen = self.window_layers
