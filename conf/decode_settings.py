@@ -59,7 +59,9 @@ class DecodeConfig:
     @property
     def kind(self) -> str:
         """The kind: chain, static_tree, dynamic_tree, auto, or the name of a registered policy."""
-        return {"sampled_tree": "static_tree", "opt_tree": "dynamic_tree"}.get(self.name, self.name)
+        kinds = {"sampled_tree": "static_tree"}
+        kinds |= dict.fromkeys(("opt_tree", "best_first_tree"), "dynamic_tree")
+        return kinds.get(self.name, self.name)
 
     @property
     def draft_kind(self) -> str:

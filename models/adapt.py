@@ -5,8 +5,8 @@
     train.optimizer  Muon with train.optimizer.rate=3 for eagle3, else AdamW; AdamW with ZeRO, and
                      with a torch without Muon
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
-    decode.depth     3 for a chain, 8 for opt_tree and auto, else 4, and not more than the drafter
-                     can; drafter.depths for a drafter without weights
+    decode.depth     3 for a chain, 8 for opt_tree, best_first_tree and auto, else 4, and not
+                     more than the drafter can; drafter.depths for a drafter without weights
     drafter.*        a setting with its default, where it would contradict one that is given
                      (`automatic.adjust`)
     decode.confidence  of a chain: 0; adaptive for a drafter whose draft tokens run through most of

@@ -30,7 +30,7 @@ WINDOW: dict[str, Any] = {"window": 5}
 ANCHORED: dict[str, Any] = {"window": 5, "window_from": "anchor"}
 CAUSAL: dict[str, Any] = {"causal": True}
 DFLASH: dict[str, list[dict[str, Any]]] = {
-    "zlab": [{}, TAPS, WINDOW],
+    "zlab": [{}, TAPS, WINDOW, {"layers": 3, "window": 5, "window_layers": (0, 2)}],
     "vllm": [{}, CAUSAL, WINDOW | CAUSAL],
     "transformers": [{}, TAPS, WINDOW],
     "speculators": [{}, ANCHORED, ANCHORED | CAUSAL, {"shifted": True}],

@@ -117,6 +117,8 @@ def test_experiments_keep_their_learning_rate() -> None:
         (["drafter=mtp", "decode=dynamic_tree"], 3, 8),
         (["drafter=eagle3", "decode=opt_tree"], 8, 8),
         (["drafter=eagle3", "decode=dynamic_tree"], 4, 8),
+        (["drafter=dspark", "drafter.depths=2"], 2, 2),
+        (["drafter=dflash", "decode=best_first_tree"], 7, 16),
     ],
 )
 def test_a_draft_is_at_most_as_deep_as_the_drafter_can(

@@ -12,18 +12,21 @@ from outrider.conf.files import write_json
 from outrider.conf.tensor_files import fingerprint
 from outrider.eval.calibration import depth_summaries, reliability
 from outrider.eval.calibration_file import FILE, FORMAT, attach_calibration
+from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
-from outrider.models.decode.policy import Chain
+from outrider.models.decode.policy import Chain, Draft
 from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
+from outrider.models.decode.tree import Tree
 from outrider.models.drafting.calibration import Bin, Calibration
 from outrider.models.interface import Trace
 from tests import test_drafter_contract as contract
 from tests import tiny
-from tests.enumeration import distance, enumerate_law
+from tests.enumeration import Law, distance, enumerate_law
+from tests.test_auto_exact import toy_target
 from tests.test_token_before import Slots, built
-from tests.tiny import ScriptedDrafter, ScriptState, Text, inject_random_source
+from tests.tiny import Row, ScriptedDrafter, ScriptState, Text, inject_random_source
 
 TEXT: Text = (3, 1, 4)
 CHANCES = torch.tensor([0.6, 0.3, 0.1]).log()
@@ -37,8 +40,10 @@ def accuracies(calibration: Calibration, confidences: list[float], depth: int = 
 class Scripted(ScriptedDrafter):
     """A drafter whose confidence is a function of the text before the token."""
 
-    def __init__(self, confidences: dict[Text, float], size: int = 3) -> None:
-        super().__init__(lambda _: CHANCES, size)
+    def __init__(
+        self, confidences: dict[Text, float], size: int = 3, row: Row = lambda _: CHANCES
+    ) -> None:
+        super().__init__(row, size)
         self.confidences = confidences
 
     def node_hidden(self, states: Sequence[ScriptState]) -> Tensor:
@@ -167,6 +172,79 @@ def test_confidence_of_the_drafter_keeps_the_distribution() -> None:
     law = contract.plain_distribution(target, sampling)
     assert distance(enumerate_law(run), law) < 1e-5
     assert {1, 2} <= lengths
+
+
+class CutBefore(Chain):
+    """DSpark's rule: the first token of low confidence is not verified; its place decides."""
+
+    def propose(self, context: DraftContext) -> Draft:
+        draft = Chain(self.depth).propose(context)
+        return Draft(Tree.chain(draft.tree.ids, self.kept(context, draft)), draft.q_rows)
+
+    def kept(self, context: DraftContext, draft: Draft) -> Tensor:
+        tokens = draft.tree.ids[0, 1:].tolist()
+        assert isinstance(context.drafter, Scripted)
+        table = context.drafter.confidences
+        chances = [table.get(tuple(tokens[:k]), 1.0) for k in range(len(tokens))]
+        return self.count([chance >= self.confidence for chance in chances])
+
+    def count(self, above: list[bool]) -> Tensor:
+        return torch.tensor([next((k for k, one in enumerate(above) if not one), len(above))])
+
+
+class StaleBudget(CutBefore):
+    """A length fixed before the draft, by how the last round ended."""
+
+    def kept(self, context: DraftContext, draft: Draft) -> Tensor:
+        accepted = context.requests[0].out.accepted
+        return torch.tensor([1 if accepted and accepted[-1] == 0 else self.depth])
+
+
+class DroppedAfterSeeing(CutBefore):
+    """Wrong on purpose: the drawn token decides whether it is verified."""
+
+    def kept(self, context: DraftContext, draft: Draft) -> Tensor:
+        assert draft.q_rows is not None
+        ids = draft.tree.ids[0, 1:]
+        return self.count([float(q[x]) >= 0.3 for q, x in zip(draft.q_rows[0], ids, strict=False)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"),
+    [
+        (Chain, 0.0, 1e-12), (CutBefore, 0.0, 1e-12), (StaleBudget, 0.0, 1e-12),
+        (DroppedAfterSeeing, 0.005, 1.0),
+    ],
+)  # fmt: skip
+def test_a_cut_is_exact_unless_it_depends_on_the_token_that_is_dropped(
+    kind: type[Chain], least: float, most: float
+) -> None:
+    """Three tokens, drafts of two, four tokens jointly in float64, over every random outcome.
+
+    The confidence of depth 2 depends on the token that was drawn at depth 1.
+    """
+    target, noise = toy_target(), tiny.random_logits(3, seed=5, scale=1.5)
+    target.model.double()
+    drafter = Scripted({(0,): 0.2, (1,): 0.9, (2,): 0.4}, row=lambda text: noise(text).double())
+    engine = Engine(target, drafter, kind(2, confidence=0.5), sampling=Sampling(1.0))
+    prompt, lengths = [1, 2, 0], set[tuple[int, ...]]()
+
+    def run(rng: RandomSource) -> Text:
+        inject_random_source(engine, rng)
+        out = engine.generate(prompt, 4)
+        lengths.add(tuple(out.drafted))
+        return tuple(out.ids)
+
+    law: Law = {(): 1.0}
+    for _ in range(4):
+        rows = {text: tiny.logits_after(target, [*prompt, *text]).softmax(-1) for text in law}
+        law = {
+            (*text, token): chance * float(rows[text][token])
+            for text, chance in law.items()
+            for token in range(3)
+        }
+    assert least <= distance(enumerate_law(run), law) < most
+    assert len(lengths) > 2
 
 
 # ---- measuring -----------------------------------------------------------------------------------

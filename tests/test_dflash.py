@@ -11,12 +11,16 @@ from outrider.conf.errors import ConfigError
 from outrider.models import drafters
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
+from outrider.models.decode.from_config import depth_warning
 from outrider.models.decode.policy import Chain
 from outrider.models.drafters.dflash import Config
+from outrider.models.drafters.dspark import Config as DSparkConfig
+from outrider.models.drafters.p_eagle import Config as PEagleConfig
 from outrider.models.drafting.block import BlockDrafter, spread_taps
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 from outrider.train.objective import Objective
+from tests import test_drafter_contract as contract
 from tests import tiny
 
 
@@ -55,7 +59,13 @@ def test_shifted_and_unshifted_copies_are_offset_by_one_slot(target: Target) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"causal": True}, {"window": 4}, {"window": 5, "window_from": "anchor"}, {"shifted": True}],
+    [
+        {"causal": True},
+        {"window": 4},
+        {"window": 5, "window_from": "anchor"},
+        {"shifted": True},
+        {"window": 4, "window_layers": (1,)},
+    ],
     ids=str,
 )
 @torch.no_grad()
@@ -146,6 +156,47 @@ def test_other_anchors_do_not_change_a_guess(target: Target) -> None:
         torch.testing.assert_close(guess.hidden, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark", "p_eagle"])
+@torch.no_grad()
+def test_guesses_of_drawn_anchors_are_those_of_decoding(name: str, target: Target) -> None:
+    """In training, up to the order of sums; rows are absorbed in pieces of random size.
+
+    Anchors include the second token of a document and the first token of an answer.
+    """
+    shares = {"p_eagle": {"keep": 0.5}}.get(name, {"anchors": 0.3})
+    drafter, seen = tiny.drafter(name, target, depths=4, **shares).train(), set[int]()
+    target.set_taps(drafter.taps)
+    trace, generator = tiny.packed_trace(target), torch.Generator().manual_seed(1)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        drafter.begin_step(seed, 0.0)
+        guesses = {guess.depth: guess for guess in drafter.unroll(trace)}
+        for row, start, stop in tiny.document_spans(trace):
+            state, t = None, start - 1
+            while (
+                size := int(torch.randint(1, 4, (), generator=generator))
+            ) and t + size < stop - 1:
+                state = drafter.absorb(state, tiny.verified_rows(trace, row, t + 1, t + 1 + size))
+                t += size
+                text = trace.ids[row, t + 1 : min(stop - 1, t + 5)].tolist()
+                for depth, logits in contract.walked(drafter, state, text).items():
+                    at = torch.tensor([row * tiny.LENGTH + t])
+                    if not torch.isin(at, guesses[depth].rows).all():
+                        continue
+                    if trace.supervised_mask(depth)[row, t]:
+                        expected = drafter.head(guesses[depth].states(at))[0]
+                        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+                        seen.add(t - start)
+    assert {0, 1} <= seen
+    assert len(seen) > 6
+
+
+def test_a_depth_beyond_the_block_is_named(target: Target) -> None:
+    warning = depth_warning(Chain(9), block(target))
+    assert "decode.depth=9 is deeper than this drafter can draft: drafts end at depth 3" in warning
+    assert not depth_warning(Chain(3), block(target))
+
+
 def test_a_document_shorter_than_a_block_trains_the_slots_it_has(target: Target) -> None:
     """Five rows, eight slots: row 2 has labels at depths 1 only, and the loss is finite."""
     drafter = block(target, depths=7, anchors=1.0)
@@ -174,18 +225,23 @@ def test_depths_and_block_size_follow_each_other() -> None:
     assert Config(block_size=16).depths == 15
     assert Config(depths=4).block_size == 5
     assert Config(depths=4, shifted=True).block_size == 4
+    assert Config(block_size=1, shifted=True).depths == 1
     assert Config(depths=4).adjusted == ("block_size=5",)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 1}, "block_size"),
+        ({"block_size": 1}, "its only slot is the newest token's, which drafts nothing; use"),
+        ({"block_size": 1026}, "block_size"),
         ({"depths": 4, "block_size": 4}, "drafts 3 tokens; use block_size=5, or depths=3"),
         ({"taps": (1, 1)}, "each once"),
         ({"taps": ()}, "needs one or more layers"),
         ({"window": 3}, "would not see itself"),
         ({"window_from": "row"}, "use slot or anchor"),
+        ({"window_layers": (0,)}, "set drafter.window"),
+        ({"window": 9, "window_layers": (0, 1)}, "use null for all"),
+        ({"window": 9, "window_layers": (2,)}, "layers of 0 to 1"),
         ({"anchors": 1.5}, "anchors"),
         ({"anchors": 0.0}, "anchors"),
     ],
@@ -202,8 +258,11 @@ def test_settings_that_do_not_suit_the_target_are_refused(target: Target) -> Non
         ("mask_token_id", shape.vocab, "tokens 0 to 60"),
         ("block_size", shape.max_positions, "needs a context"),
     ):
-        with pytest.raises(ConfigError, match=rf"drafter.{key} = {value}[\s\S]*{why}"):
-            drafters.check(Config(**{key: value}), shape)  # type: ignore[arg-type]
+        for kind in (Config, DSparkConfig, PEagleConfig):
+            name = "depths" if kind is PEagleConfig and key == "block_size" else key
+            with pytest.raises(ConfigError, match=rf"drafter.{name} = {value}[\s\S]*{why}") as one:
+                drafters.check(kind(**{name: value}), shape)  # type: ignore[arg-type]
+            assert one.value.fix
 
 
 def test_the_mask_token_is_stored_with_the_weights(target: Target) -> None:

@@ -132,6 +132,9 @@ def test_the_three_terms_are_summed_and_divided_once(target: Target, trace: Trac
     [
         ({"markov_head": "lstm"}, "vanilla or gated or rnn"),
         ({"markov_rank": 0}, "markov_rank"),
+        ({"block_size": 1, "shifted": False}, "block_size = 1: its only slot"),
+        ({"depths": 9, "block_size": 8}, "use block_size=9, or depths=8"),
+        ({"taps": (2, 2)}, "each once"),
         ({"confidence_head": "yes"}, "none or slot or markov"),
         ({"confidence_head": "slot", "loss": ("ce",)}, "add confidence to the loss"),
         ({"loss": ("ce", "confidence")}, "confidence_head"),

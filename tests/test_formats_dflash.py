@@ -49,7 +49,12 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 # ---- transformers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 5}, {"layers": 3, "taps": (0, 2)}], ids=str)
+MIXED = {"layers": 3, "window": 5, "window_layers": (0, 2)}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 5}, MIXED, {"layers": 3, "taps": (0, 2)}], ids=str
+)
 @torch.no_grad()
 def test_transformers_network_has_our_slots(
     changes: dict[str, Any], target: Target, tmp_path: Path
@@ -134,8 +139,9 @@ CONTRADICTIONS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     ("zlab", lambda c: c["dflash_config"].update(target_layer_ids=[0, 1]), "names 2 taps"),
     ("zlab", lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 1]), "each once"),
     ("zlab", lambda c: c["dflash_config"].update(mask_token_id=61), "tokens 0 to 60"),
-    ("transformers", lambda c: c.update(layer_types=["full_attention", "sliding_attention"]),
-     "layers with a sliding window and layers without"),
+    ("transformers", lambda c: c.update(layer_types=["full_attention"]), "names 1 layers"),
+    ("transformers", lambda c: c.update(layer_types=["full_attention", "chunked_attention"]),
+     "its layers have chunked_attention"),
     ("speculators", lambda c: c.update(sliding_window_non_causal=False), "causal in vLLM"),
 ]  # fmt: skip
 
@@ -153,6 +159,53 @@ def test_contradictory_flags_are_refused(
     with pytest.raises((RunError, ConfigError)) as caught:
         formats.load(folder, target)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_layers_with_and_without_a_window_are_read_trained_and_written(
+    name: str, target: Target, tmp_path: Path
+) -> None:
+    """In every format; other kinds of the same layers are another network."""
+    words = {"dflash": WORDS, "dspark": ("deepspec", "vllm", "speculators")}[name]
+    for word in words:
+        counted = {"window_from": "anchor"} if word == "speculators" else {}
+        drafter = outside.Case(name, word, {**MIXED, **counted}, True).drafter(target)
+        folder = tmp_path / word
+        formats.find(word, name).write(drafter, target, None, folder)
+        config = json.loads((folder / "config.json").read_text())
+        layers = config.get("transformer_layer_config", config)
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        assert layers["layer_types"] == kinds
+        (folder / "outrider.json").unlink()
+        again, cfg = formats.load(folder, target)
+        assert (cfg.window, cfg.window_layers) == (5, (0, 2))
+        before, after = outside.logits(drafter, target), outside.logits(again, target)
+        assert all(map(torch.equal, before, after))
+        layers["layer_types"] = kinds[::-1][1:] + kinds[:1]
+        (folder / "config.json").write_text(json.dumps(config))
+        other = formats.load(folder, target)[0]
+        assert not all(map(torch.equal, before, outside.logits(other, target)))
+        again.train().requires_grad_(True)
+        losses = tiny.train_drafter(again, target, tiny.packed_trace(target), steps=4)
+        assert losses[-1] < losses[0]
+
+
+def test_mixed_layers_whose_causality_engines_disagree_about_are_refused(
+    target: Target, tmp_path: Path
+) -> None:
+    """An absent `causal`, which vLLM derives per layer; and speculators' causal sliding layers."""
+    _, folder = written("zlab", target, tmp_path, **MIXED)
+    change_config(folder, lambda config: config["dflash_config"].pop("causal"))
+    with pytest.raises(RunError, match=r"lacks causal \(false or true"):
+        formats.load(folder, target)
+    changes = {**MIXED, "window_from": "anchor"}
+    _, folder = written("speculators", target, tmp_path, **changes)
+    change_config(folder, lambda config: config.update(sliding_window_non_causal=False))
+    with pytest.raises(RunError, match="sliding_window_non_causal is false"):
+        formats.load(folder, target)
+    drafter = outside.Case("dflash", "speculators", {**changes, "causal": True}, True)
+    refused = formats.export_refusals(drafter.drafter(target), "dflash", target)
+    assert "blocks are bidirectional" in refused["speculators"]
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,10 @@ def refusal(folder: Path, *words: str) -> ConfigError:
     return refused.value
 
 
-@pytest.mark.parametrize("policy", ["dynamic_tree", "static_tree", "sampled_tree", "opt_tree"])
+TREES = ["dynamic_tree", "static_tree", "sampled_tree", "opt_tree", "best_first_tree"]
+
+
+@pytest.mark.parametrize("policy", TREES)
 def test_trees_are_refused_before_anything_is_loaded(folder: Path, policy: str) -> None:
     words = ["decode.temperature=1"] if policy == "sampled_tree" else []
     assert "follows one path" in str(refusal(folder, f"decode={policy}", *words))

@@ -94,8 +94,7 @@ class Trainer:
         if self.config.train.resume != "never" and self.checkpoints():
             return "a checkpoint of this run"
         source = self.sources.train
-        fitted = getattr(self.config.drafter, "init", "linear") != "random"
-        if fitted and not source.has_last_states:
+        if self.drafter.fits_last_states and not source.has_last_states:
             source = TargetTraces(self.target)
         order = permutation(self.config.run.seed, 0, len(self.data.train))
         batches = (select_rows(self.data.train, rows) for rows in order.split(INIT_ROWS))

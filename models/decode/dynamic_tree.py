@@ -7,11 +7,17 @@ drafter's raw softmax whatever the temperature, or from the scores with noise. T
 child has the drafter's confidence as its probability (`DraftContext.log_confidence`), its siblings
 in proportion; by default it is the softmax's own.
 
+A tree whose width is its budget is best-first: it has the `budget` most probable paths of all, as
+if nodes were taken one by one from a heap (DDTree, for drafters that guess a block in one pass).
+For a kept node is among the best `budget` of its level and of its siblings, and so are its
+ancestors: no child is more probable than its parent. Levels expand only nodes that may be kept.
+
 Shape letters: B prompts, n nodes of a level, M candidates, A parents of all levels, N kept nodes
 and the root.
 
 Source: EAGLE-2, arXiv:2406.16858, section 4 (expand, rerank); OPT-Tree, arXiv:2406.17276 (a tree's
-expected length is the sum of its nodes' path probabilities; grow while a level adds enough to it).
+expected length is the sum of its nodes' path probabilities; grow while a level adds enough to it);
+DDTree, arXiv:2604.12989 (a tree over the marginals of a block, of the most probable paths).
 """
 
 from dataclasses import dataclass
@@ -76,10 +82,11 @@ class DynamicTree:
         deepest = min(self.depth, max(depth_limits), context.max_depth)
         for depth in range(1, deepest + 1):
             logits = context.step(depth, frontier, parents)
-            width = min(self.width, logits.shape[-1])
-            log_q = logits.float().log_softmax(-1)
+            width, expanded = min(self.width, logits.shape[-1]), frontier.shape[1]
+            one = logits.stride(1) == 0  # a row for all nodes, expanded: marginals of a block
+            log_q = (logits[:, :1] if one else logits).float().log_softmax(-1)
             top = log_q.topk(width)
-            shift = context.log_confidence(log_q) - top.values[..., 0]
+            shift = context.log_confidence(log_q.expand_as(logits)) - top.values[..., 0]
             scores = ((above + shift).unsqueeze(2) + top.values).flatten(1)
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
@@ -87,15 +94,20 @@ class DynamicTree:
                 scores = scores.masked_fill(context.abstains.repeat_interleave(width, 1), NEVER)
                 if bool((scores == NEVER).all()):
                     break
-            ids = context.vocab.to_target(top.indices).flatten(1)
+            ids = context.vocab.to_target(top.indices).expand(-1, expanded, -1).flatten(1)
             candidates.levels.append((ids, indices, scores))
             if self.gain > 0:
                 limits = self._stop(candidates, depth, limits)
                 if bool((limits <= depth).all()):
                     break
             if depth < deepest:
+                count = min(self.width, scores.shape[1])
+                if self.width >= self.budget:
+                    count = min(count, candidates.open_nodes())
+                    if not count:
+                        break
                 # topk may break ties in any way: only the final choice (rerank) must be exact
-                above, indices = scores.topk(min(self.width, scores.shape[1]))
+                above, indices = scores.topk(count)
                 frontier = ids.gather(1, indices)
                 parents = indices.div(width, rounding_mode="floor")
         return Draft(candidates.tree(unpadded=limits is None), None)
@@ -127,6 +139,12 @@ class _Candidates:
         scores = [scores for _, _, scores in self.levels[: depth + 1]]
         probs = torch.cat(scores, dim=1).exp()
         return probs.topk(min(self.budget + 1, probs.shape[1])).values.sum(-1) - 1
+
+    def open_nodes(self) -> int:
+        """Count the nodes of the last level that may be kept, of the prompt that has the most."""
+        scores = torch.cat([scores for _, _, scores in self.levels], dim=1)
+        worst = scores.topk(min(self.budget + 1, scores.shape[1])).values[:, -1:]
+        return int((self.levels[-1][2] >= worst).sum(1).max())
 
     def tree(self, unpadded: bool) -> Tree:
         """Return the root and the best candidates; those beyond a depth limit become padding."""

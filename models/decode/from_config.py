@@ -86,6 +86,10 @@ def _dynamic_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
     return DynamicTree(decode.depth, decode.width, decode.nodes, decode.gain, draft_of(decode))
 
 
+def _best_first_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
+    return DynamicTree(decode.depth, decode.nodes, decode.nodes, decode.gain, draft_of(decode))
+
+
 def _static_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
     draft = draft_of(decode)
     paths = tree_shapes.read(Path(decode.tree)) if decode.tree else search_tree(decode, tables)
@@ -103,7 +107,7 @@ def _merged_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
 OWN_POLICIES: dict[str, PolicyFn] = {
     "chain": _chain, "static_tree": _static_tree, "sampled_tree": _static_tree,
     "dynamic_tree": _dynamic_tree, "opt_tree": _dynamic_tree, "auto": _auto,
-    "merged_tree": _merged_tree,
+    "best_first_tree": _best_first_tree, "merged_tree": _merged_tree,
 }  # fmt: skip
 # what `decode.name` may name; a registered one has the settings and the depth of a tree
 POLICIES: Registry[PolicyFn] = Registry(
@@ -197,6 +201,9 @@ def check_decode(decode: DecodeConfig) -> None:
     if chain and decode.width != 1:
         fix = "Use decode=dynamic_tree for a tree."
         raise refuse("width", "A chain has one child per node.", fix)
+    if decode.name == "best_first_tree" and decode.width != 1:
+        fix = "Set decode.nodes, or use decode=dynamic_tree."
+        raise refuse("width", "A best-first tree is as wide as its nodes allow.", fix)
     if chain and decode.nodes != depth:
         fix = "Set only decode.depth, or use decode=dynamic_tree for a tree."
         raise refuse("nodes", f"A chain of decode.depth={depth} has exactly {depth} nodes.", fix)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from outrider.conf.automatic import adjust
 from outrider.conf.fields import option
-from outrider.models.drafting.block import BlockConfig, BlockDrafter, spread_taps
+from outrider.models.drafters.dflash import DFlash
+from outrider.models.drafting.block import BlockConfig, spread_taps
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import TargetEnds
 
@@ -105,7 +106,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width, 1)
 
 
-class DSpark(BlockDrafter):
+class DSpark(DFlash):
     """The shifted backbone, the head of the token before, and an optional confidence head.
 
     The input of `head` is [slot; input of W2; W1[token before]].
@@ -122,6 +123,9 @@ class DSpark(BlockDrafter):
         self.confidence_head = None
         if cfg.confidence_head != "none":
             self.confidence_head = ConfidenceHead(width)
+
+    def silence_bias(self) -> None:
+        torch.nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     def join(
         self, slots: Float[Tensor, "*rows D"], ids: Int[Tensor, "*rows"], memory: Tensor | None

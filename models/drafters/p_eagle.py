@@ -88,6 +88,9 @@ class PEagle(Eagle3):
             why = f"The target has tokens 0 to {shape.vocab - 1}."
             fix = "Use a token that no text contains, or null: the last one."
             raise ConfigError("drafter.mask_token_id", mask, why, fix)
+        if cfg.depths >= shape.max_positions:
+            why = f"The target reads {shape.max_positions} positions, and the block needs a context"
+            raise ConfigError("drafter.depths", cfg.depths, f"{why}.", "Use fewer.")
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:

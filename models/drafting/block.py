@@ -26,6 +26,7 @@ width, A key heads, C head size, M nodes of a level, X input of the head, Y memo
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import COUNT, COUNT0, DEPTHS, option
 from outrider.conf.schema import DrafterConfig
 from outrider.models.cache.layer_rows import LayerRows
-from outrider.models.drafting import closed_form_init
+from outrider.models.drafting import block_init, closed_form_init
 from outrider.models.drafting.block_attention import (
     ATTENTIONS,
     WINDOWS,
@@ -82,21 +83,27 @@ class BlockConfig(DrafterConfig):
     """Settings of every block drafter; the yaml of each describes them."""
 
     depths: int = option(7, "", DEPTHS)
-    block_size: int = option(8, "", "[2, 1025]")
+    block_size: int = option(8, "", "[1, 1025]")
     shifted: bool = False
     causal: bool = False
     taps: tuple[int, ...] | None = None
     layers: int = option(2, "", DEPTHS)
     window: int | None = option(None, "", COUNT)
+    window_layers: tuple[int, ...] | None = None
     window_from: str = "slot"
     mask_token_id: int | None = option(None, "", COUNT0)
     anchors: float = option(0.5, "", "(0, 1]")
     activation: str = "silu"
+    init: str = "linear"
+    warm_start: str | None = None
     attention: str = "fast"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         unused = 0 if self.shifted else 1  # slots that predict nothing
+        if self.block_size == unused:
+            why = "its only slot is the newest token's, which drafts nothing"
+            raise ValueError(f"block_size = 1: {why}; use block_size=2 or more")
         if self.depths + unused != self.block_size and not (
             adjust(self, "block_size", self.depths + unused)
             or adjust(self, "depths", self.block_size - unused)
@@ -110,8 +117,30 @@ class BlockConfig(DrafterConfig):
         if self.window is not None and self.window < self.block_size:
             why = f"a block of {self.block_size} slots would not see itself; use a larger window"
             raise ValueError(f"window = {self.window}: {why}")
+        self._check_window_layers()
         self.require_choice("window_from", *WINDOWS)
         self.require_choice("activation", "silu", "gelu")
+        self.require_choice("init", "linear", "random")
+        if self.warm_start is not None:
+            adjust(self, "init", "random")  # its weights come first
+
+    def _check_window_layers(self) -> None:
+        chosen = self.window_layers
+        if chosen is None:
+            return
+        if self.window is None:
+            raise ValueError(f"window_layers = {list(chosen)}: set drafter.window, their window")
+        if (
+            not chosen
+            or sorted(set(chosen)) != list(chosen)
+            or not set(chosen) < {*range(self.layers)}
+        ):
+            why = f"layers of 0 to {self.layers - 1} in ascending order, not all of them"
+            raise ValueError(f"window_layers = {list(chosen)}: {why}; use null for all")
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer; None: all rows."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
 
     @property
     def max_depth(self) -> int:
@@ -142,6 +171,7 @@ class BlockState:
 class BlockDrafter(BatchDrafter):
     """The backbone: fusion, layers, norm; the target's embedding and head."""
 
+    fits_last_states = True
     tap_scale: Float[Tensor, " taps"]
     draw = 0  # seed of the anchors of this step
 
@@ -209,10 +239,14 @@ class BlockDrafter(BatchDrafter):
 
     def context(self, trace: Trace) -> Float[Tensor, "R D"]:
         """Return the context state of every row."""
+        out: Tensor = self.hidden_norm(self.fc(self.scaled_taps(trace)))
+        return out
+
+    def scaled_taps(self, trace: Trace) -> Float[Tensor, "R KH"]:
+        """Return the input of `fc`."""
         taps = trace.taps.flatten(0, 1).to(self.fc.weight.dtype)
         scaled = taps.unflatten(-1, (len(self.taps), -1)) * self.tap_scale[:, None].to(taps.dtype)
-        out: Tensor = self.hidden_norm(self.fc(scaled.flatten(-2)))
-        return out
+        return scaled.flatten(-2)
 
     def embed_block(self, anchors: Int[Tensor, " N"]) -> Float[Tensor, "N S D"]:
         """Return the inputs of the slots: the anchor token, then mask tokens."""
@@ -229,12 +263,22 @@ class BlockDrafter(BatchDrafter):
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:
-        """Scale taps to about unit size, and outputs to the size of the target's last states."""
-        trace = next(iter(traces))
+        """Scale taps to about unit size, and outputs to the size of the target's last states.
+
+        With `init=linear`, then install a linear fit (`block_init.fit`).
+        """
+        traces = iter(traces)
+        trace = next(traces)
         real = trace.document >= 0
         self.tap_scale.copy_(closed_form_init.tap_scale(trace.taps[real], len(self.taps)))
         self.norm.weight.copy_(trace.last[real].float().std(0))
+        if self.cfg.init == "linear":
+            self.silence_bias()
+            return block_init.fit(self, target, chain([trace], traces))
         return "random weights, taps scaled to unit size"
+
+    def silence_bias(self) -> None:
+        """Set to zero what `add_bias` adds."""
 
     # ---- training ----
 
@@ -276,27 +320,44 @@ class BlockDrafter(BatchDrafter):
         self, trace: Trace, anchors: Int[Tensor, " N"], pairs: Pairs
     ) -> Float[Tensor, "N K D"]:
         """Run the blocks behind these rows, given every layer's context keys and values."""
-        cfg, slots = self.cfg, self.cfg.block_size
-        plan = plan_blocks(
-            anchors, trace.document, slots, self.shape.heads,
-            causal=cfg.causal, window=cfg.window, window_from=cfg.window_from,
-        )  # fmt: skip
-        first = trace.positions.flatten()[anchors, None] + 1
-        positions = (first + torch.arange(slots, device=first.device)).flatten()
+        plans, positions = self.plan(trace, anchors)
         x = self.embed_block(trace.next_ids.flatten()[anchors]).flatten(0, 1)
-        for layer, pair in zip(self.decoder_layers, pairs, strict=True):
+        for layer, pair, plan in zip(self.decoder_layers, pairs, plans, strict=True):
             x = maybe_checkpoint(
                 self.gradient_checkpointing, self._run_layer, layer, x, positions, pair, plan
             )
-        return self.drafted(x.unflatten(0, (-1, slots)))
+        return self.drafted(x.unflatten(0, (-1, self.cfg.block_size)))
+
+    def plan(
+        self, trace: Trace, anchors: Int[Tensor, " N"]
+    ) -> tuple[list[BlockPlan], Int[Tensor, " NS"]]:
+        """Return each layer's attention of the blocks behind these rows, and their positions."""
+        cfg, slots = self.cfg, self.cfg.block_size
+        windows = [cfg.window_of(i) for i in range(cfg.layers)]
+        plans = {
+            window: plan_blocks(
+                anchors, trace.document, slots, self.shape.heads,
+                causal=cfg.causal, window=window, window_from=cfg.window_from,
+            )
+            for window in set(windows)
+        }  # fmt: skip
+        first = trace.positions.flatten()[anchors, None] + 1
+        positions = (first + torch.arange(slots, device=first.device)).flatten()
+        return [plans[window] for window in windows], positions
 
     def _run_layer(
         self, layer: DecoderLayer, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor],
         plan: BlockPlan,
     ) -> Tensor:  # fmt: skip
+        return layer.finish(x, self.attend(layer, x, positions, context, plan))
+
+    def attend(
+        self, layer: DecoderLayer, x: Float[Tensor, "NS D"], positions: Int[Tensor, " NS"],
+        context: tuple[Tensor, Tensor], plan: BlockPlan,
+    ) -> Float[Tensor, "NS AG C"]:  # fmt: skip
+        """Return what a layer's heads read at the slots, given the context's keys and values."""
         q, key, value = layer.self_attn.query_key_value(layer.input_layernorm(x), positions)
-        attended = ATTENTIONS[self.cfg.attention](q, *context, key, value, plan)
-        return layer.finish(x, attended)
+        return ATTENTIONS[self.cfg.attention](q, *context, key, value, plan)
 
     def forward_count(self, depths: int) -> int:
         """Count every slot; a share of the rows starts a block, at most all of them."""
@@ -351,7 +412,6 @@ class BlockDrafter(BatchDrafter):
     ) -> list[BlockState]:
         """Run the blocks of several prompts, and return their states with slots and logits."""
         cfg, size = self.cfg, self.cfg.block_size
-        mask = cfg.causal, cfg.window, cfg.window_from
         first = torch.cat([state.position for state in states])
         positions = first[:, None] + torch.arange(size, device=first.device)
         x, counts = self.embed_block(anchors).flatten(0, 1), [size] * len(states)
@@ -360,6 +420,7 @@ class BlockDrafter(BatchDrafter):
                 layer.input_layernorm(x), positions.flatten()
             )
             rows = append_rows([state.rows[i] for state in states], key, value, counts, True)
+            mask = cfg.causal, cfg.window_of(i), cfg.window_from
             parts = zip(q.split(size), rows, strict=True)
             x = layer.finish(x, torch.cat([attend_block(*part, *mask) for part in parts]))
         slots = self.drafted(x.unflatten(0, (-1, size)))

@@ -191,6 +191,11 @@ class Drafter(nn.Module):
         """Set initial weights from training text (at least one batch), and return a description."""
         return "random weights"
 
+    @property
+    def fits_last_states(self) -> bool:
+        """Whether `initialise` reads the target's last states (`Trace.last`)."""
+        return getattr(getattr(self, "cfg", None), "init", "linear") != "random"
+
     def lr_factors(self) -> dict[str, float]:
         """Return factors on `train.lr` by prefix of the parameter names they apply to."""
         return {}

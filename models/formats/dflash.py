@@ -47,7 +47,7 @@ from outrider.models.interface import ModelShape
 from outrider.models.target.target import Target
 
 NESTED = "dflash_config"
-SLIDING = "sliding_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 FULL_HEAD = "its head is the target's, of all tokens; format=vllm can hold a reduced one"
 SHIFTED = "engines read DFlash unshifted, where the anchor's slot predicts nothing"
 SCALED = "transformers feeds the target's scaled embedding to it, and it was trained on the rows"
@@ -110,10 +110,10 @@ class DFlashFormat(ExternalFormat):
     def layer_fields(self, drafter: BlockDrafter) -> dict[str, Any]:
         """Return the fields of config.json that describe the layers, and their window."""
         cfg, shape = drafter.cfg, drafter.shape._replace(activation=drafter.cfg.activation)
-        kind = "full_attention" if cfg.window is None else SLIDING
+        windows = [cfg.window_of(i) for i in range(cfg.layers)]
         return {
             **hf_config.layer_fields(drafter.state_dict(), shape, cfg.layers, "qwen3"),
-            "layer_types": [kind] * cfg.layers,
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
             "sliding_window": self.stored_window(cfg.window),
             "use_sliding_window": cfg.window is not None,
         }
@@ -129,11 +129,13 @@ class DFlashFormat(ExternalFormat):
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
         config, keys = self.layer_config(folder), self.file_keys(folder, target)
         require_rope(folder, config)
-        shape = hf_config.read_config(folder, config, target.shape(), windowed=True)
+        shape = hf_config.read_config(folder, config, target.shape(), windowed=True, mixed=True)
         fields = self.flags(folder, sidecar)
         window = self.read_window(folder, config, sidecar)
+        described = folder.config if "layer_types" in folder.config else config
+        layers = hf_config.window_layers(folder, described)
         if window is not None:
-            fields |= {"window": window, "window_from": self.window_from}
+            fields |= {"window": window, "window_from": self.window_from, "window_layers": layers}
         fields["layers"] = folder.positive_int("num_hidden_layers", 0, config)
         fields["activation"] = shape.activation
         fields["depths"] = fields["block_size"] - (not fields["shifted"])
@@ -145,7 +147,7 @@ class DFlashFormat(ExternalFormat):
         self, folder: WeightFolder, config: Mapping[str, Any], sidecar: Sidecar
     ) -> int | None:
         """Return the rows of the window, this one's own included; None: all."""
-        return hf_config.read_window(folder, config)
+        return hf_config.read_window(folder, config, mixed=True)
 
     def _check_taps(
         self, folder: WeightFolder, target: Target, keys: Mapping[str, str], taps: Sequence[int]
@@ -171,7 +173,9 @@ class DFlashZLab(DFlashFormat):
 
     def config(self, drafter: BlockDrafter, target: Target) -> dict[str, Any]:
         cfg = drafter.cfg
-        window = {} if cfg.window is None else {"use_swa": True, "swa_window_size": cfg.window}
+        window = {}
+        if cfg.window is not None and cfg.window_layers is None:  # of all layers
+            window = {"use_swa": True, "swa_window_size": cfg.window}
         return {
             "architectures": ["DFlashDraftModel"],
             **self.layer_fields(drafter),
@@ -214,7 +218,7 @@ class DFlashZLab(DFlashFormat):
         if nested.get("use_swa") and SLIDING not in (config.get("layer_types") or ()):
             size = nested.get("swa_window_size", config.get("sliding_window"))
             config = {"sliding_window": size, "use_sliding_window": True}
-        return hf_config.read_window(folder, config)
+        return hf_config.read_window(folder, config, mixed=True)
 
 
 class DFlashVLLM(DFlashZLab):
@@ -324,7 +328,7 @@ class DFlashTransformers(DFlashFormat):
             kinds = "full_attention or sliding_attention"
             raise missing_flag(folder, "layer_types", f"{kinds} of each layer")
         fields = {k: folder.config.get(k) for k in ("layer_types", "sliding_window")}
-        size = hf_config.read_window(folder, fields)
+        size = hf_config.read_window(folder, fields, mixed=True)
         return None if size is None else size + 1
 
 
@@ -339,7 +343,7 @@ class DFlashSpeculators(DFlashFormat):
     writes_target_copies = True
 
     def refusal_reason(self, drafter: BlockDrafter, target: Target) -> str:
-        self.can_be_causal = drafter.cfg.window is not None
+        self.can_be_causal = drafter.cfg.window is not None and drafter.cfg.window_layers is None
         return super().refusal_reason(drafter, target)
 
     def rename(self, key: str, drafter: BlockDrafter, target: Target) -> str | None:
@@ -379,8 +383,8 @@ class DFlashSpeculators(DFlashFormat):
         )
         both = read_flag(folder, *known, "sliding_window_non_causal", "", (True, False))
         layers = self.layer_config(folder)
-        if not both and SLIDING not in (layers.get("layer_types") or ()):
-            why = "sliding_window_non_causal is false and no layer has a window: blocks are causal"
+        if not both and {*(layers.get("layer_types") or ())} != {SLIDING}:
+            why = "sliding_window_non_causal is false and layers have no window: blocks are causal"
             fix = "Write true if it was trained by speculators, whose full attention is not causal."
             raise folder.error(f"{why} in vLLM, and bidirectional in speculators.", fix)
         return {

@@ -90,16 +90,21 @@ def merge_tap_scale(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_config(
-    folder: WeightFolder, config: Mapping[str, Any], target: ModelShape, windowed: bool = False
+    folder: WeightFolder,
+    config: Mapping[str, Any],
+    target: ModelShape,
+    windowed: bool = False,
+    mixed: bool = False,
 ) -> ModelShape:
     """Return the drafter's own shape, as transformers reads its config; refuse unsupported ones.
 
     Args:
         windowed: the drafter has a setting for a window of attention (`read_window`).
+        mixed: and one for the layers that have it (`window_layers`).
     """
     hf = to_hf_config(folder, config)
     _refuse_parts(folder, config)
-    window = read_window(folder, config)
+    window = read_window(folder, config, mixed)
     if window is not None and window < target.max_positions and not windowed:
         why = f"its attention has a sliding window of {window:,} tokens, fewer than the target's"
         raise folder.error(f"{why} {target.max_positions:,} positions. {NOT_SUPPORTED}", USE_OTHER)
@@ -163,13 +168,17 @@ def _refuse_parts(folder: WeightFolder, config: Mapping[str, Any]) -> None:
             raise folder.error(why, USE_OTHER)
 
 
-def read_window(folder: WeightFolder, config: Mapping[str, Any]) -> int | None:
-    """Return the rows that a row of every layer attends to at most; None: all."""
+def read_window(folder: WeightFolder, config: Mapping[str, Any], mixed: bool = False) -> int | None:
+    """Return the rows that a row of every layer attends to at most; None: all.
+
+    Args:
+        mixed: not every layer needs to have the window (`window_layers`).
+    """
     kinds, size = set(config.get("layer_types") or ()), config.get("sliding_window")
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise folder.error(f"its layers have {min(other)}. {NOT_SUPPORTED}", USE_OTHER)
-    if len(kinds) > 1:
-        why = "it has layers with a sliding window and layers without."
+    if len(kinds) > 1 and not mixed:
+        why = "layer_types of config.json has layers with a sliding window and layers without."
         raise folder.error(f"{why} {NOT_SUPPORTED}", USE_OTHER)
     used = size is not None and config.get("use_sliding_window", True)
     if not ("sliding_attention" in kinds if kinds else used):
@@ -177,6 +186,18 @@ def read_window(folder: WeightFolder, config: Mapping[str, Any]) -> int | None:
     if type(size) is not int or size < 1:
         raise folder.error(f"it has sliding-window attention, and sliding_window is {size}.")
     return size
+
+
+def window_layers(folder: WeightFolder, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the layers that have the window; None: all or none of them."""
+    kinds, count = config.get("layer_types") or (), config.get("num_hidden_layers")
+    if kinds and len(kinds) != count:
+        why = (
+            f"layer_types of config.json names {len(kinds)} layers, and num_hidden_layers {count}."
+        )
+        raise folder.error(why, "Correct one of them.")
+    found = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return found if 0 < len(found) < len(kinds) else None
 
 
 def logit_scale_field(scale: float) -> dict[str, float]:
