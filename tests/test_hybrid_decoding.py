@@ -1,5 +1,6 @@
 """Decoding of targets with recurrent layers: transformers' own tokens, in every family."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,14 @@ def refusal(folder: Path, *words: str) -> ConfigError:
 @pytest.mark.parametrize("policy", ["dynamic_tree", "static_tree", "sampled_tree", "opt_tree"])
 def test_trees_are_refused_before_anything_is_loaded(folder: Path, policy: str) -> None:
     words = ["decode.temperature=1"] if policy == "sampled_tree" else []
-    assert "follows one path" in str(refusal(folder, f"decode={policy}", *words))
+    message = str(refusal(folder, f"decode={policy}", *words))
+    expected = rf"decode = '{policy}'\n.*follows one path of a tree\.\n.*decode=chain"
+    assert re.match(expected, message)
+
+
+def test_trees_of_an_evaluation_are_refused_before_anything_is_loaded(folder: Path) -> None:
+    message = str(refusal(folder, "eval.grid=[chain@0,dynamic_tree@0]"))
+    assert "decode = 'dynamic_tree'" in message
 
 
 def test_automatic_drafts_are_not_refused(folder: Path) -> None:
