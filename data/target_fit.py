@@ -77,8 +77,8 @@ def check_recurrent_fit(config: Config) -> None:
     if config.eval.drafter is None:
         drafters.check_recurrent(config.drafter.name)
     for _, decode in decodings(config):
-        if decode.kind != "chain":
-            raise tree_refusal("target")
+        if decode.kind in ("static_tree", "dynamic_tree"):
+            raise tree_refusal("target", decode.name)
 
 
 def _check_text(config: Config, shape: ModelShape) -> None:

@@ -109,6 +109,7 @@ BENCHES = {
         ("lengths", "lengths:lengths", "memory and time of a training step on rows up to 32k"),
         ("long-prompts", "long_prompts:long_prompts", "memory and time of reading a long prompt"),
         ("families", "families:families", "what works with the targets of every family"),
+        ("replay", "replay:replay", "two ways to drop rows from recurrent layers, and the speed"),
         ("rounds", "decode:rounds", "time of each part of a decoding round"),
         ("batch", "decode:batch", "tokens per second with and without the drafter, by batch size"),
         ("drafting", "drafting:drafting", "time of a draft by context length, for every drafter"),

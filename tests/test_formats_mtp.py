@@ -166,7 +166,7 @@ def test_merged_folder_with_scaled_rope_is_refused(
     mtp_merge.merge_into_target(tmp_path / "alone", home, tmp_path / "both")
     (tmp_path / "both" / "outrider.json").unlink()
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    with pytest.raises(RunError, match="scaled or partial"):
+    with pytest.raises(RunError, match="scaled, partial or missing"):
         formats.load(tmp_path / "both", tiny.target(rope_parameters=rope))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.models.cache.recurrent_states import RecurrentStates
 from outrider.models.decode.costs.forward_times import SyntheticRounds, interleaved_ms
 from tests import tiny
 
@@ -47,12 +48,22 @@ def test_target_is_timed_after_the_requested_context(
 
 
 @pytest.mark.parametrize("family", ["lfm2", "jamba"])
-def test_times_of_recurrent_layers_include_reading_accepted_rows_again(family: str) -> None:
+def test_times_of_recurrent_layers_include_reading_accepted_rows_again(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each timed forward begins after the context, whose states are put back."""
+    again, rewind = list[int](), RecurrentStates._rewind
+
+    def counted(states: RecurrentStates, undo: Any, slots: Any, count: int) -> None:
+        again.append(count)
+        rewind(states, undo, slots, count)
+
+    monkeypatch.setattr(RecurrentStates, "_rewind", counted)
     target = tiny.target(family)
     drafter = tiny.drafter("eagle3", target).eval()
     times = SyntheticRounds(drafter, target).target_ms([1, 4], batch=2, context=20, repeats=5)
     assert times[4] > times[1] / 10 > 0
+    assert [count for count in again if count] == [2] * 6  # of 4 rows, in every timed forward
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,5 +1,6 @@
 """Decoding of targets with recurrent layers: transformers' own tokens, in every family."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from outrider.data.target_fit import load_fitting_target
 from outrider.models import drafters
 from outrider.models.cache.recurrent_states import RecurrentStates
 from outrider.models.decode import engine as engine_module
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -178,6 +180,16 @@ def test_an_interrupted_round_leaves_the_dialogue_valid(
     assert last.out.ids == generate(target(family), longer, 8)
 
 
+@KINDS
+def test_automatic_drafts_are_chains(family: str, tmp_path: Path) -> None:
+    """Rounds with drafts and without, in batches; the measured costs include the replay."""
+    drafter = tiny.drafter("eagle3", target(family)).eval()
+    policy = Auto(3, budget=8, first_plain=0, eps=1.0, file=tmp_path / "costs.json")
+    outs = Engine(target(family), drafter, policy).generate_all(requests(), 3)
+    assert [tuple(out.ids) for out in outs] == list(answers(family))
+    assert max(count for out in outs for count in out.drafted) <= 3
+
+
 # ---- sampling ------------------------------------------------------------------------------------
 
 
@@ -293,7 +305,19 @@ TREES = ["dynamic_tree", "static_tree", "sampled_tree", "opt_tree", "best_first_
 @pytest.mark.parametrize("policy", TREES)
 def test_trees_are_refused_before_anything_is_loaded(folder: Path, policy: str) -> None:
     words = ["decode.temperature=1"] if policy == "sampled_tree" else []
-    assert "follows one path" in str(refusal(folder, f"decode={policy}", *words))
+    message = str(refusal(folder, f"decode={policy}", *words))
+    expected = rf"decode = '{policy}'\n.*follows one path of a tree\.\n.*decode=chain"
+    assert re.match(expected, message)
+
+
+def test_trees_of_an_evaluation_are_refused_before_anything_is_loaded(folder: Path) -> None:
+    message = str(refusal(folder, "eval.grid=[chain@0,dynamic_tree@0]"))
+    assert "decode = 'dynamic_tree'" in message
+
+
+def test_automatic_drafts_are_not_refused(folder: Path) -> None:
+    """They are chains; the folder has no weights, so that loading fails later."""
+    assert "safetensors" in str(refusal(folder, "decode=auto"))
 
 
 def test_an_engine_refuses_trees() -> None:

@@ -16,9 +16,14 @@ from outrider.eval.plan.surface import surface
 from outrider.eval.run import evaluate
 from outrider.launch.bench import decode
 from outrider.launch.compare import compare
+from outrider.models import drafters
 from outrider.models.decode.costs.round_costs import Grid
+from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.formats import native
+from outrider.models.target.load import load_target
 from outrider.train.settings import parse
-from tests.test_eval_run import configured, workspace  # noqa: F401 - a fixture
+from tests.families import small_model
+from tests.test_eval_run import SUITE, VOCAB, configured, tokenizer, workspace  # noqa: F401 - a fixture
 from tests.test_plan_surface import TABLE, TAU, FakeTimes
 
 SMALL = [
@@ -65,6 +70,26 @@ def test_plan_is_checked_by_decoding(run: Config, capsys: pytest.CaptureFixture[
         assert check["tau"] >= 1
     decoded = content["times"]["decoded"]  # type: ignore[index]
     assert {batch: len(rounds) for batch, rounds in decoded.items()} == {"1": 6, "2": 6}
+
+
+def test_a_plan_for_recurrent_layers_has_chains_alone(tmp_path: Path) -> None:
+    """Their rounds are decoded and timed with the rows that are read again."""
+    small_model("lfm2", vocab_size=VOCAB).save_pretrained(tmp_path / "target")
+    tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUITE))
+    run = parse(compose([
+        "target=hf", f"target.path={tmp_path / 'target'}", "target.dtype=float32",
+        f"run.dir={tmp_path / 'run'}", f"eval.prompts={tmp_path / 'suite.jsonl'}",
+    ], "train"))  # fmt: skip
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(run))
+    target = load_target(run.target).target
+    drafter = drafters.build(run.drafter, target, DraftVocab.identity(VOCAB))
+    native.save(drafter, tmp_path / "run" / "drafter", target, run.drafter, {})
+    content = planned(run)
+    rows = content["rows"]
+    assert isinstance(rows, list)
+    assert {(row["depth"], row["nodes"]) for row in rows} == {(0, 0), (1, 1), (2, 2)}
 
 
 def test_no_check_if_all_shapes_calibrate(run: Config, capsys: pytest.CaptureFixture[str]) -> None:

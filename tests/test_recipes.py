@@ -21,6 +21,8 @@ from outrider.models.target.target import Target
 
 ROOT = Path(__file__).parent.parent
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
+NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"  # hybrid_override_pattern
+KINDS = {"M": "mamba", "E": "moe", "*": "attention"}
 # config.json of each target, where it differs from the class's default
 TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama31_8b_eagle3": (hf.LlamaConfig, {
@@ -38,10 +40,16 @@ TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
         "num_hidden_layers": 48, "num_key_value_heads": 4, "num_experts": 128,
         "num_experts_per_tok": 8}),
     "deepseek_v3_mtp": (hf.DeepseekV3Config, {}),
+    "qwen35_9b_dspark": (hf.Qwen3_5TextConfig, {}),
+    "nemotron3_nano_eagle3": (hf.NemotronHConfig, {
+        "hidden_size": 2688, "intermediate_size": 1856, "num_key_value_heads": 2,
+        "layers_block_type": [KINDS[letter] for letter in NEMOTRON], "mamba_num_heads": 64,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712}),
 }  # fmt: skip
 # billions of parameters on the models' cards, all and active
 CARDS = {"gpt_oss_20b_eagle3": (20.9, 3.6), "qwen3_30b_a3b_eagle3": (30.5, 3.3),
-         "deepseek_v3_mtp": (671, 37)}  # fmt: skip
+         "deepseek_v3_mtp": (671, 37), "nemotron3_nano_eagle3": (31.6, 3.2)}  # fmt: skip
 SHRUNK = {
     "vocab_size": 1536, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16,
@@ -53,6 +61,11 @@ LATENT = {  # of DeepSeek-V3, whose keys have as many heads as its queries
     "num_key_value_heads": 4, "head_dim": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
     "v_head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 32, "n_routed_experts": 8, "n_group": 2,
     "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+RECURRENT = {  # of Qwen3.5 and Nemotron-H
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16,
+    "n_groups": 1, "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
 Folder = Callable[[str], Path]
 each_recipe = pytest.mark.parametrize("name", TARGETS)
@@ -129,7 +142,7 @@ def write_shrunken_copy(name: str, folder: Path) -> Path:
     """Write a random model of the recipe's architecture, with the embedded target's tokenizer."""
     kind, _ = TARGETS[name]
     known = kind().to_dict()
-    fields = {**SHRUNK, **(LATENT if name.startswith("deepseek") else {})}
+    fields = {**SHRUNK, **RECURRENT, **(LATENT if name.startswith("deepseek") else {})}
     torch.manual_seed(0)
     cfg = kind(**{key: value for key, value in fields.items() if key in known})
     hf.AutoModelForCausalLM.from_config(cfg).to(torch.bfloat16).save_pretrained(folder)
@@ -194,3 +207,20 @@ def test_stored_experts_of_gpt_oss_are_loaded_in_bfloat16(tmp_path: Path) -> Non
     (folder / "config.json").write_text(json.dumps(content))
     target = load_target(TargetConfig(name="hf", path=str(folder), dtype="auto")).target
     assert {p.dtype for p in target.model.parameters()} == {torch.bfloat16}
+
+
+def test_the_text_model_of_qwen35_is_loaded_alone(tmp_path: Path) -> None:
+    """As published: a vision tower beside it, and tensors of an MTP module."""
+    sizes = {key: value for key, value in {**SHRUNK, **RECURRENT}.items()
+             if key in hf.Qwen3_5TextConfig().to_dict()}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32,
+              "out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}  # fmt: skip
+    both = hf.Qwen3_5Config(text_config=sizes, vision_config=vision)
+    hf.Qwen3_5ForConditionalGeneration(both).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.zeros(64, 128)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, tmp_path)
+    target = load_target(TargetConfig(name="hf", path=str(tmp_path))).target
+    assert (target.text_config.model_type, target.num_layers) == ("qwen3_5_text", 4)
+    assert not [name for name, _ in target.model.named_parameters() if "visual" in name]

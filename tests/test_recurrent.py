@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 from outrider.conf.errors import ConfigError, RunError
+from outrider.launch.bench.tiny_families import SMALL
 from outrider.models.cache.kv_cache import KVCache
 from outrider.models.cache.recurrent_states import Call, RecurrentStates
 from outrider.models.target import recurrent, target_check
@@ -276,3 +277,26 @@ def test_a_family_whose_states_are_not_in_a_cache_is_refused(config: Any) -> Non
     model = hf.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=r"keeps recurrent states, and not in the caches"):
         Target(model, name=config.model_type)
+
+
+INDEXED: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen4ExpTextConfig", {
+        "layer_types": ["linear_attention", "indexed_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "hc_lowrank": 8,
+        "shared_expert_intermediate_size": 24, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+    }),
+    ("DeepseekV32Config", {"first_k_dense_replace": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields"), INDEXED)
+def test_a_family_that_keeps_an_index_is_refused(name: str, fields: dict[str, Any]) -> None:
+    if not hasattr(hf, name):
+        pytest.skip(f"transformers {hf.__version__} has no {name}")
+    small = {**SMALL, "num_hidden_layers": 2, "head_dim": 8, **fields}
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(getattr(hf, name)(**small))
+    with pytest.raises(ConfigError, match=rf"target = '{name}'\n.*by an index \(.*Indexer\)"):
+        Target(model, name=name)

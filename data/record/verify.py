@@ -4,11 +4,13 @@ Serving engines and batched extractors are known to return states of the wrong r
 padding, prefix caching and chunked prefill), and a recording would keep the error.
 """
 
-from typing import NamedTuple
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
@@ -34,16 +36,19 @@ class Difference(NamedTuple):
 @torch.no_grad()
 def compare_with_plain_forward(target: Target, trace: Trace) -> Difference:
     """Compare the trace of one document (B = 1) with the model's own forward of its ids."""
-    out = target.model(
-        input_ids=trace.ids.to(target.layer_device), output_hidden_states=True, use_cache=False
-    )
-    # hidden_states[k + 1] is the output of layer k, except for the last one, which is normed
+    plain = dict[int, Tensor]()  # `hidden_states` begin with the embedding in most families only
+
+    def keep(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        plain[tap] = output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as hooks:
+        for tap in target.taps:
+            hooks.enter_context(target.layers[tap].register_forward_hook(partial(keep, tap)))
+        out = target.model(
+            input_ids=trace.ids.to(target.layer_device), output_hidden_states=True, use_cache=False
+        )
     states = zip(target.taps, trace.taps.chunk(max(1, len(target.taps)), -1), strict=False)
-    distances = [
-        _relative_distance(rows, out.hidden_states[tap + 1])
-        for tap, rows in states if tap + 1 < target.num_layers
-    ]  # fmt: skip
-    taps = max(distances, default=0.0)
+    taps = max((_relative_distance(rows, plain[tap]) for tap, rows in states), default=0.0)
     last = _relative_distance(trace.last, out.hidden_states[-1])
     return Difference(taps, last, TOLERANCE.get(target.dtype, 0.25))
 

@@ -222,13 +222,17 @@ class PlanStudy:
         return mean(map(len, self.prompts)) + self.options.new_tokens / 2
 
     def _grid(self) -> Grid:
-        """Return the configured grid, limited to what the checkpoint and the target support."""
+        """Return the configured grid, limited to what the checkpoint and the target support.
+
+        Recurrent layers leave chains.
+        """
         options, (depths, ranks) = self.options, self.table.shape
+        chains = bool(self.target.recurrent) or self.drafter.chains_only
         limit = self.target.shape().max_positions - max((*options.nodes, *options.depths)) - 8
         grid = Grid(
             [d for d in options.depths if d <= depths],
-            [n for n in options.widths if n <= ranks],
-            options.nodes,
+            [1] if chains else [n for n in options.widths if n <= ranks],
+            () if chains else options.nodes,
             options.batches,
             [c for c in options.contexts if self.machine is not None or c <= limit],
         )

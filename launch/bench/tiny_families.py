@@ -79,6 +79,7 @@ INKLING = {
     **CONV_ATTENTION, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
     "swa_head_dim": 8, "sliding_window_size": 6, "d_rel": 4, "rel_extent": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "log_scaling_n_floor": 4, "log_scaling_alpha": 0.5,
 }  # fmt: skip
 NEMOTRON = {
     "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "mamba_num_heads": 8,

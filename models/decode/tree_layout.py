@@ -152,10 +152,12 @@ def _causal_mask(
     return positions.expand(batch, -1), visible.expand(batch, -1, -1)
 
 
-def tree_refusal(model: str) -> ConfigError:
+def tree_refusal(model: str, policy: str = "a tree") -> ConfigError:
     """Return the error of a tree with a model that has recurrent layers."""
     why = f"The {model} has recurrent layers, whose state follows one path of a tree."
-    return ConfigError("decode", "a tree", why, "Use decode=chain.")
+    return ConfigError(
+        "decode", policy, why, "Use decode=chain or decode=auto, which drafts chains."
+    )
 
 
 def require_no_states(target: Target, drafter: Drafter | None) -> None:

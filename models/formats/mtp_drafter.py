@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.models import drafters
 from outrider.models.drafters.mtp import Mtp
@@ -28,7 +28,7 @@ from outrider.models.interface import ModelShape
 from outrider.models.target.hf_folder import summarise
 from outrider.models.target.target import Target
 
-ROPE = "an engine would use the target's rotary embedding, which is scaled or partial"
+ROPE = "an engine would use the target's rotary embedding, which is scaled, partial or missing"
 OTHER_SIZES = "its layers have other sizes than the target's, whose config engines build them from"
 FEED = (
     "engines feed the next depth a module's output after its norm (drafter.feed=normed), and this "
@@ -192,22 +192,32 @@ def plain_rope(target: Target) -> bool:
 
 def other_layer(drafter: Mtp, target: Target) -> str:
     """Return what a decoder layer of the target has more or less than a module, or ""."""
-    own = {name for name, _ in drafter._stages()[0].block.named_parameters()}
-    theirs = {name for name, _ in target.layers[-1].named_parameters()} - _zero_biases(
-        target
-    ).keys()
-    if own ^ theirs == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
-        norms = "with" if own < theirs else "without"
-        return (
-            f"{LAYER}, {norms} norms on queries and keys (drafter.qk_norm={own < theirs})".lower()
-        )
-    if own ^ theirs:
-        return f"{LAYER}, and the two differ in {summarise(sorted(own ^ theirs), 1)}"
+    own, zeros = _sizes(drafter._stages()[0].block), _zero_biases(target).keys()
+    theirs = {name: size for name, size in _sizes(target.layers[-1]).items() if name not in zeros}
+    if own.keys() ^ theirs.keys() == {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
+        norms = "with" if len(own) < len(theirs) else "without"
+        use = f"drafter.qk_norm={len(own) < len(theirs)}".lower()
+        return f"{LAYER}, {norms} norms on queries and keys ({use})"
+    if other := sorted(own.keys() ^ theirs.keys()):
+        return f"{LAYER}, and the two differ in {summarise(other, 1)}"
+    for name, size in own.items():
+        if size != theirs[name]:  # such as gated queries, which have a gate per number
+            return f"{LAYER}, whose {name} is {theirs[name]} and not {size}"
     config, neutral = target.text_config, (1.0, None, target.shape().head_dim ** -0.5)
     for name, value in zip(MULTIPLIERS, neutral, strict=True):
         if (found := getattr(config, name, value)) != value:
             return f"{LAYER}, which have {name} {found}"
     return ""
+
+
+def _sizes(layer: nn.Module) -> dict[str, list[int]]:
+    """Return the size of every parameter by name, before any quantisation."""
+    out = dict[str, list[int]]()
+    for prefix, part in layer.named_modules():
+        for name, p in part.named_parameters(prefix, recurse=False):
+            is_matrix = isinstance(part, nn.Linear) and name.endswith(".weight")
+            out[name] = [part.out_features, part.in_features] if is_matrix else list(p.shape)
+    return out
 
 
 def _zero_biases(target: Target) -> dict[str, Tensor]:

@@ -4,11 +4,13 @@ Llama-4 multiplies the queries of its layers without rotary embedding by
 log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1. transformers takes the number of
 cached rows plus the index of the row for the position, which is another one for the nodes of a
 tree, and for packed documents. Inkling's attention adds a bias by distance, which transformers
-takes from the length of the longest prompt.
+takes from the length of the longest prompt, and multiplies queries and bias by
+1 + log_scaling_alpha * log(max(1, (position + 1) / log_scaling_n_floor)), of the same length.
 
 Legend: B rows of a batch, T tokens, Q query columns, S columns of a cache, A heads.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +33,15 @@ def scale_queries(layers: nn.ModuleList, positions: Int[Tensor, "B T"]) -> Itera
             undo.enter_context(hook)
             undo.callback(setattr, attention, "attn_temperature_tuning", True)
             attention.attn_temperature_tuning = False
+        for attention in _log_scaling(layers):
+            scale = _log_scale(attention.config, positions)
+            parts = {attention.q_norm: scale[..., None, None],
+                     attention.rel_logits_proj: scale[:, None, :, None]}  # fmt: skip
+            for part, factor in parts.items():
+                undo.enter_context(part.register_forward_hook(partial(_multiply, factor)))
+            undo.callback(setattr, attention, "config", attention.config)
+            attention.config = copy.copy(attention.config)
+            attention.config.log_scaling_n_floor = None
         yield
 
 
@@ -47,9 +58,28 @@ def _query_scale(attention: Any, positions: Int[Tensor, "B T"]) -> Float[Tensor,
     return out
 
 
+def _log_scaling(layers: nn.ModuleList) -> list[Any]:
+    """Return Inkling's attention modules that scale queries and bias."""
+    found: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    return [
+        each
+        for each in found
+        if hasattr(each, "rel_logits_proj")
+        and hasattr(each, "q_norm")  # Inkling-2 computes its scales from the positions
+        and not each.is_sliding
+        and getattr(each.config, "log_scaling_n_floor", None) is not None
+    ]
+
+
+def _log_scale(config: Any, positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    steps = (positions.float() + 1) / config.log_scaling_n_floor
+    out: Tensor = 1.0 + config.log_scaling_alpha * torch.log(steps.clamp(min=1.0))
+    return out
+
+
 def _multiply(
-    scale: Float[Tensor, "B T 1"], _module: nn.Module, _args: Any, out: Float[Tensor, "B T Q"]
-) -> Float[Tensor, "B T Q"]:
+    scale: Float[Tensor, "..."], _module: nn.Module, _args: Any, out: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
     return (out * scale.to(out.device)).to(out.dtype)
 
 

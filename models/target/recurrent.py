@@ -26,6 +26,7 @@ from outrider.models.target.layer_parts import replace_forward
 STATE_METHODS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 SHORT = 16  # rows of a forward that need no chunks of the usual size
 ROW_METHODS = {"update"}
+INDEX_METHODS = {"update_indexer"}  # of sparse attention
 # kinds of layers in `layer_types` of configurations
 RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
 
@@ -46,6 +47,17 @@ def refuse_unknown_states(model: Any, name: str) -> None:
         )
         fix = "Use a newer transformers, or another target."
         raise ConfigError("target", name, why, fix)
+
+
+def refuse_index(model: nn.Module, name: str) -> None:
+    """Raise ConfigError for a model with a module that keeps an index of keys in its cache."""
+    for module in model.modules():
+        if _calls(module, INDEX_METHODS):
+            why = (
+                f"Its attention selects keys by an index ({type(module).__name__}), which is kept "
+                "beside keys and values and which Outrider's cache does not have."
+            )
+            raise ConfigError("target", name, why, "Its family is not supported: use another.")
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:

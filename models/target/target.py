@@ -36,6 +36,7 @@ from outrider.models.target.recurrent import (
     most_on_a_rank,
     recorded,
     recurrent_modules,
+    refuse_index,
     refuse_unknown_states,
     writes_rows,
 )
@@ -84,6 +85,7 @@ class Target:
         self.name = name
         self.layers = decoder_layers(model, name)
         self.base_model: Any = find_decoder(model, self.layers)
+        refuse_index(self.base_model, name)
         self.recurrent = recurrent_modules(self.base_model)
         if not self.recurrent:
             refuse_unknown_states(model, name)
