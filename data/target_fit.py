@@ -77,7 +77,7 @@ def check_recurrent_fit(config: Config) -> None:
     if config.eval.drafter is None:
         drafters.check_recurrent(config.drafter.name)
     for _, decode in decodings(config):
-        if decode.kind in ("static_tree", "dynamic_tree"):
+        if decode.kind in ("static_tree", "dynamic_tree", "merged_tree"):
             raise tree_refusal("target", decode.name)
 
 

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.conf.compose import parse_words
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
+from outrider.conf.options import parse_words
 from outrider.launch.bench import common
 from outrider.launch.bench.families import TwoOfThree
 from outrider.models.cache.kv_cache import KVCache
