@@ -75,7 +75,7 @@ def heap_order(marginals: list[list[float]], nodes: int) -> set[Text]:
 
     Paths are of ranks; every depth's log-probabilities are sorted.
     """
-    heap = [(-marginals[0][0], (0,))]
+    heap: list[tuple[float, Text]] = [(-marginals[0][0], (0,))]
     out = set[Text]()
     while heap and len(out) < nodes:
         score, path = heapq.heappop(heap)

@@ -45,7 +45,8 @@ def first_losses(target: Target, name: str, init: str) -> Tensor:
     objective = Objective(drafter.eval(), target, weights=[1.0] * tiny.DEPTHS)
     with torch.no_grad():
         sums = objective(tiny.packed_trace(target, seed=0), torch.ones(tiny.DEPTHS))[1]
-    return sums.loss / sums.rows
+    nats: Tensor = sums.loss / sums.rows
+    return nats
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
@@ -271,7 +272,7 @@ def test_a_layer_of_another_shape_is_refused(target: Target, tmp_path: Path) -> 
 
     shape = target.shape()._replace(intermediate=80)
     other = drafters.build(tiny.config("dflash"), target, tiny.vocab(), shape)
-    native.save(other, tmp_path, target, other.cfg, {})  # type: ignore[arg-type]
+    native.save(other, tmp_path, target, other.cfg, {})
     after = block(target, warm_start=str(tmp_path))
     with pytest.raises(RunError, match="intermediate = 80"):
         after.initialise(target, [])

@@ -186,6 +186,7 @@ class CutBefore(Chain):
         assert isinstance(context.drafter, Scripted)
         table = context.drafter.confidences
         chances = [table.get(tuple(tokens[:k]), 1.0) for k in range(len(tokens))]
+        assert isinstance(self.confidence, float)
         return self.count([chance >= self.confidence for chance in chances])
 
     def count(self, above: list[bool]) -> Tensor:

@@ -163,7 +163,7 @@ def test_guesses_of_drawn_anchors_are_those_of_decoding(name: str, target: Targe
 
     Anchors include the second token of a document and the first token of an answer.
     """
-    shares = {"p_eagle": {"keep": 0.5}}.get(name, {"anchors": 0.3})
+    shares: dict[str, Any] = {"p_eagle": {"keep": 0.5}}.get(name, {"anchors": 0.3})
     drafter, seen = tiny.drafter(name, target, depths=4, **shares).train(), set[int]()
     target.set_taps(drafter.taps)
     trace, generator = tiny.packed_trace(target), torch.Generator().manual_seed(1)

@@ -245,7 +245,8 @@ class BlockDrafter(BatchDrafter):
     def scaled_taps(self, trace: Trace) -> Float[Tensor, "R KH"]:
         """Return the input of `fc`."""
         taps = trace.taps.flatten(0, 1).to(self.fc.weight.dtype)
-        scaled = taps.unflatten(-1, (len(self.taps), -1)) * self.tap_scale[:, None].to(taps.dtype)
+        each = taps.unflatten(-1, (len(self.taps), -1))
+        scaled: Tensor = each * self.tap_scale[:, None].to(taps.dtype)
         return scaled.flatten(-2)
 
     def embed_block(self, anchors: Int[Tensor, " N"]) -> Float[Tensor, "N S D"]:

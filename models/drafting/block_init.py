@@ -121,7 +121,8 @@ def _fit_context(
     count = _values(drafter) * len(drafter.decoder_layers) * drafter.shape.kv_heads
     best = predictors[:, -count:].flip(1) / size[-count:].flip(0).clamp(min=1e-9).sqrt()
     drafter.fc.weight.copy_(directions[:, :count] @ best.mT @ weight.double())
-    return directions.mT.float()
+    rows: Tensor = directions.mT.float()
+    return rows
 
 
 def _values(drafter: "BlockDrafter") -> int:
