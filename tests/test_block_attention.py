@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.drafting.block_attention import (
+from outrider.models.drafting.block.attention import (
     ATTENTIONS,
     BlockPlan,
     block_attention,

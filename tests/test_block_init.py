@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.conf.errors import RunError
 from outrider.models.drafters.dflash import Config, DFlash
 from outrider.models.drafting import closed_form_init
-from outrider.models.drafting.block import BlockDrafter
+from outrider.models.drafting.block.backbone import BlockDrafter
 from outrider.models.formats import native
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target

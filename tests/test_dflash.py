@@ -16,7 +16,8 @@ from outrider.models.decode.policy import Chain
 from outrider.models.drafters.dflash import Config
 from outrider.models.drafters.dspark import Config as DSparkConfig
 from outrider.models.drafters.p_eagle import Config as PEagleConfig
-from outrider.models.drafting.block import BlockDrafter, spread_taps
+from outrider.models.drafting.block.backbone import BlockDrafter
+from outrider.models.drafting.block.config import spread_taps
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 from outrider.train.objective import Objective

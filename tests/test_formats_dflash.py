@@ -18,7 +18,7 @@ from outrider.eval.publish.reference_outputs import (
     write_reference,
 )
 from outrider.models import formats
-from outrider.models.drafting.block import BlockDrafter
+from outrider.models.drafting.block.backbone import BlockDrafter
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 from tests import outside, tiny

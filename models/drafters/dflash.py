@@ -1,6 +1,6 @@
 """DFlash: a block of mask tokens, guessed in one pass by layers that read the fused taps.
 
-Source: DFlash, arXiv:2602.06036, and the code of its authors (z-lab). `models/drafting/block.py`
+Source: DFlash, arXiv:2602.06036, and the code of its authors (z-lab). `models/drafting/block/`
 has the network: Qwen3's layers, the target's embedding and head, both frozen. At depth d the logits
 are those of slot d; slot 0, the anchor, predicts nothing. With `shifted=true`, as DeepSpec trains
 it, slot d - 1 predicts depth d.
@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from outrider.conf.errors import RunError
-from outrider.models.drafting.block import BlockConfig, BlockDrafter, spread_taps
+from outrider.models.drafting.block.backbone import BlockDrafter
+from outrider.models.drafting.block.config import BlockConfig, spread_taps
 from outrider.models.interface import ModelShape, Trace
 from outrider.models.target.target import Target
 

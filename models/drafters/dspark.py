@@ -1,7 +1,7 @@
 """DSpark: a block in one pass, then one token after another through a small head.
 
 Source: DSpark, arXiv:2607.05147, and its reference code (DeepSpec). The backbone is DFlash's
-(`models/drafting/block.py`), shifted: slot d - 1 predicts depth d. A head of rank r adds to a
+(`models/drafting/block/`), shifted: slot d - 1 predicts depth d. A head of rank r adds to a
 slot's logits a function of the token before, x_{t+d} at depth d, so that the nodes of a tree level
 differ by their own tokens:
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from outrider.conf.automatic import adjust
 from outrider.conf.fields import option
 from outrider.models.drafters.dflash import DFlash
-from outrider.models.drafting.block import BlockConfig, spread_taps
+from outrider.models.drafting.block.config import BlockConfig, spread_taps
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import TargetEnds
 

@@ -28,13 +28,14 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import COUNT0, DEPTHS, option
 from outrider.models.drafters import eagle3
 from outrider.models.drafters.eagle3 import Eagle3, default_taps
-from outrider.models.drafting.block import BlockState
-from outrider.models.drafting.block_attention import (
+from outrider.models.drafting.block.attention import (
     ATTENTIONS,
     BlockPlan,
     attend_block,
     plan_blocks,
 )
+from outrider.models.drafting.block.backbone import BlockState
+from outrider.models.drafting.block.config import check_mask_token
 from outrider.models.drafting.drafter import LevelIds
 from outrider.models.drafting.layers import append_rows
 from outrider.models.drafting.self_feeding import Pairs, maybe_checkpoint
@@ -83,11 +84,7 @@ class PEagle(Eagle3):
 
     @classmethod
     def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
-        mask = cfg.mask_token_id
-        if mask is not None and mask >= shape.vocab:
-            why = f"The target has tokens 0 to {shape.vocab - 1}."
-            fix = "Use a token that no text contains, or null: the last one."
-            raise ConfigError("drafter.mask_token_id", mask, why, fix)
+        check_mask_token(cfg.mask_token_id, shape)
         if cfg.depths >= shape.max_positions:
             why = f"The target reads {shape.max_positions} positions, and the block needs a context"
             raise ConfigError("drafter.depths", cfg.depths, f"{why}.", "Use fewer.")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.drafting.block import BlockDrafter
+from outrider.models.drafting.block.backbone import BlockDrafter
 from outrider.models.formats import hf_config
 from outrider.models.formats.eagle3 import LAST, ORDER
 from outrider.models.formats.eagle3_speculators import speculators_fields
@@ -202,13 +202,8 @@ class DFlashZLab(DFlashFormat):
             "causal": read_flag(
                 folder, *known, "causal", "causal", (False, True), None if windowed else False
             ),
-            "block_size": read_flag(folder, *known, "block_size", "block_size", "2, 3, ..."),
-            "mask_token_id": read_flag(
-                folder, *known, "mask_token_id", "mask_token_id", "the id of a token"
-            ),
-            "taps": read_flag(
-                folder, *known, "target_layer_ids", "taps", "layers whose outputs are read"
-            ),
+            **_block(folder, *known),
+            "taps": _taps(folder, *known),
         }  # fmt: skip
 
     def read_window(
@@ -307,13 +302,8 @@ class DFlashTransformers(DFlashFormat):
         return {
             "shifted": False,
             "causal": False,
-            "block_size": read_flag(folder, *known, "block_size", "block_size", "2, 3, ..."),
-            "mask_token_id": read_flag(
-                folder, *known, "mask_token_id", "mask_token_id", "the id of a token"
-            ),
-            "taps": read_flag(
-                folder, *known, "target_layer_ids", "taps", "layers whose outputs are read"
-            ),
+            **_block(folder, *known),
+            "taps": _taps(folder, *known),
         }  # fmt: skip
 
     def read_spec(self, folder: WeightFolder, target: Target, sidecar: Sidecar) -> DrafterSpec:
@@ -392,14 +382,25 @@ class DFlashSpeculators(DFlashFormat):
                 folder, *known, "sample_from_anchor", "shifted", (False, True), self.default_shift
             ),
             "causal": not both,
-            "block_size": read_flag(folder, *known, "block_size", "block_size", "2, 3, ..."),
-            "mask_token_id": read_flag(
-                folder, *known, "mask_token_id", "mask_token_id", "the id of a token"
-            ),
+            **_block(folder, *known),
             "taps": tuple(number - 1 for number in aux),
         }  # fmt: skip
 
     default_shift: bool | None = False  # of an absent sample_from_anchor; None: it is refused
+
+
+def _block(folder: WeightFolder, stored: Mapping[str, Any], sidecar: Sidecar) -> dict[str, Any]:
+    """Return the length of the block, and the token that fills it."""
+    known = folder, stored, sidecar
+    return {
+        "block_size": read_flag(*known, "block_size", "block_size", "2, 3, ..."),
+        "mask_token_id": read_flag(*known, "mask_token_id", "mask_token_id", "the id of a token"),
+    }
+
+
+def _taps(folder: WeightFolder, stored: Mapping[str, Any], sidecar: Sidecar) -> Any:
+    known = folder, stored, sidecar
+    return read_flag(*known, "target_layer_ids", "taps", "layers whose outputs are read")
 
 
 def _is_reduced(folder: WeightFolder) -> bool:

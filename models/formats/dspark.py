@@ -12,7 +12,7 @@ Source: the releases that docs/formats.md names.
 
 from typing import Any
 
-from outrider.models.drafting.block import BlockDrafter
+from outrider.models.drafting.block.backbone import BlockDrafter
 from outrider.models.formats.dflash import DFlashFormat, DFlashSpeculators
 from outrider.models.formats.external import Sidecar, strip_wrappers
 from outrider.models.formats.weight_folder import WeightFolder, read_flag

@@ -29,13 +29,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.models.drafting import closed_form_init
-from outrider.models.drafting.block_attention import BlockPlan
+from outrider.models.drafting.block.attention import BlockPlan
 from outrider.models.drafting.layers import DecoderLayer
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
 
 if TYPE_CHECKING:
-    from outrider.models.drafting.block import BlockDrafter
+    from outrider.models.drafting.block.backbone import BlockDrafter
 
 PEAK_SCORE = 40.0  # attention score of the row at a head's lag
 MIN_ROTATION = 0.2  # radians per row: faster rotary pairs distinguish neighbours

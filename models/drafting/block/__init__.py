@@ -1,0 +1,1 @@
+"""Drafters that guess a whole block of tokens in one pass."""
