@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +30,12 @@ from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.drafters import hybrid
 from outrider.models.drafters.hybrid import Config, Hybrid, Record, expected_hits
+from outrider.models.drafters.parts.part import Part
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.drafting.lookup import Draft as LookupDraft
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
-from outrider.models.interface import Trace
+from outrider.models.interface import ModelShape, Trace
 from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import tiny
@@ -48,13 +49,25 @@ FAMILIES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("
 LENGTH = 4
 
 
+class FixedPart(Part):
+    """The place of a drafter of the tests."""
+
+    drafter: Drafter
+    levels = 2
+
+    def check(self, values: dict[str, Any], shape: ModelShape) -> None:
+        return
+
+    def build(self, values: dict[str, Any], target: Target) -> tuple[Drafter, dict[str, Any]]:
+        return self.drafter, {"depths": self.levels}
+
+
 def combine(
     monkeypatch: pytest.MonkeyPatch, of: Target, trained: Any, levels: int = 2, **settings: Any
 ) -> Hybrid:
     """A hybrid of a look-up and a drafter of the tests."""
-    part = SimpleNamespace(
-        build=lambda *_: (trained, {"depths": levels}), check=lambda *_: None, key="", fix=""
-    )
+    part = FixedPart("drafter.trained", "")
+    part.drafter, part.levels = trained, levels
     with monkeypatch.context() as patch:
         patch.setattr(hybrid, "TRAINED", part)
         settings = {"lookup": {"name": "ngram", "n": 1}, "depths": 2, **settings}

@@ -237,7 +237,7 @@ def test_every_drafter_can_draft_chains_that_are_merged(name: str, draft: str) -
     """Greedily equal to plain decoding; sampled, equal in a batch and alone."""
     target = tiny.target()
     vocab = tiny.vocab(tiny.VOCAB)
-    drafter = tiny.drafter(name, target, vocab, draft_vocab_size=None)
+    drafter = tiny.drafter(name, target, vocab, draft_vocab_size=None).requires_grad_(False)
     prompts = [REPEATING, [11], REPEATING[:5]]
     requests = [Request(prompt, 14 + n, n) for n, prompt in enumerate(prompts)]
     plain = [out.ids for out in Engine(target, None, None).generate_all(requests, 1)]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ from outrider.train.settings import parse
 from tests import tiny
 from tests.enumeration import Context, Law, distance, enumerate_law
 from tests.test_auto_exact import TARGET, V, law_of_plain
-from tests.test_hybrid import FAMILIES, tiny_rows
+from tests.test_hybrid import FAMILIES, FixedPart, tiny_rows
 from tests.test_lookup import POLICIES, REPEATING
 
 MERGED_POLICIES: list[Policy] = [MergedTree(3, 4), MergedTree(3, 3, BEST)]
@@ -48,9 +47,9 @@ def combine(
     """Drafters of the tests together."""
 
     def part_of(number: int) -> Any:
-        return SimpleNamespace(
-            build=lambda *_: (parts[number], {}), check=lambda *_: None, key="", fix=""
-        )
+        part = FixedPart(f"drafter.drafters[{number}]", "")
+        part.drafter = parts[number]
+        return part
 
     with monkeypatch.context() as patch:
         patch.setattr(multi, "part_of", part_of)

@@ -33,7 +33,6 @@ from outrider.models.decode.rules.rule_table import (
     check_draft,
     default_rule,
 )
-from outrider.models.decode.rules.token_rules import Rows
 from outrider.models.decode.tree import Tree
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target, TargetStates
@@ -42,11 +41,12 @@ from outrider.models.target.target import Target, TargetStates
 class Draft(NamedTuple):
     """A tree per prompt, and the rows its tokens were drawn from (None: they were not drawn).
 
-    Row i of q_rows is the distribution of the children of node i; rows of leaves are not read.
+    Row i of q_rows is the distribution of the children of node i; rows of leaves are not read. Of
+    merged drafts it is the distribution of draw i (`Tree.draws`).
     """
 
     tree: Tree
-    q_rows: Rows | None
+    q_rows: Float[Tensor, "B rows V"] | None
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.decode.rules import lossy_rules, token_rules, token_rules_cpu
@@ -87,7 +88,11 @@ class BoundRule:
         return self.name == COUPLED
 
     def __call__(
-        self, tree: Tree, p_rows: Rows, q_rows: Rows | None, rng: RandomSource
+        self,
+        tree: Tree,
+        p_rows: Rows,
+        q_rows: Float[Tensor, "B rows V"] | None,
+        rng: RandomSource,
     ) -> Accepted:
         if not self.reads_q:
             return self.verify(tree, p_rows, rng)
