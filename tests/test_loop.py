@@ -141,10 +141,12 @@ def test_all_differences_of_a_used_folder_are_named_the_drafter_first(tmp_path: 
     assert error.value.key == "drafter.depths"
     assert "began with drafter.depths = 2, train.lr = 0.001." in error.value.why
     assert "This one has also train.lr = 0.0005." in error.value.why
+    assert "To continue it, add drafter.depths=2 train.lr=0.001." in error.value.fix
     with pytest.raises(ConfigError) as error:
         require_same_settings(config(tmp_path, "drafter=medusa", *words))
     assert (error.value.key, error.value.value) == ("drafter.name", "medusa")
     assert "began with drafter.name = 'eagle3', train.lr = 0.001." in error.value.why
+    assert "To continue it, add drafter=eagle3 train.lr=0.001." in error.value.fix
     assert "This one has also train.lr = 0.0005." in error.value.why
 
 

@@ -1,5 +1,7 @@
 """Continuation of a run from its newest checkpoint."""
 
+import json
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -155,7 +157,15 @@ def require_same_settings(config: Config) -> None:
         why = f"{folder} holds a run that began with {began}."
         if now := ", ".join(f"{name} = {values.get(name)!r}" for name in other[1:]):
             why += f" This one has also {now}."
-        raise ConfigError(other[0], values.get(other[0]), why, OTHER_FOLDER)
+        words = " ".join(_word(name, saved.get(name)) for name in other)
+        fix = f"To continue it, add {words}. Or choose another run.dir, or train.resume=never."
+        raise ConfigError(other[0], values.get(other[0]), why, fix)
+
+
+def _word(name: str, value: Any) -> str:
+    """Return a setting as it is written on the command line."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return shlex.quote(f"{name.removesuffix('.name')}={text}")
 
 
 def require_same_activation(run: Trainer) -> None:
