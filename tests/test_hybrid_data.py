@@ -19,15 +19,16 @@ from outrider.data.batches import select_rows
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
+from outrider.launch.processes import ROOT, clean_environment
 from outrider.models import drafters
 from outrider.models.interface import Batch, Trace
 from outrider.models.target.load import TINY, LoadedTarget, load_target
 from outrider.train.settings import parse
 from tests import runs
 from tests.families import HYBRIDS, small_model
-from tests.test_two_machines import ROOT, clean_environment, losses
+from tests.test_processes import losses
 
-SIZES = {"vocab_size": 1536, "bos_token_id": None, "eos_token_id": 1}
+SIZES: dict[str, Any] = {"vocab_size": 1536, "bos_token_id": None, "eos_token_id": 1}
 TEXT = [
     "target=hf", "data=tiny", "data.max_length=96", "data.max_samples=16", "data.holdout=0.2",
     "data.workers=0", "drafter=eagle3", "record.states=same",

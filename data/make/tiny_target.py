@@ -14,8 +14,9 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,13 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from outrider.data.make.corpus import make_corpus
 from outrider.models.cache.attention_masks import document_mask
@@ -40,6 +47,10 @@ CHAT_TEMPLATE = "".join(
     map(str.strip, Path(__file__).with_name("chat_template.jinja").read_text().splitlines())
 )
 STEPS, WARMUP, ROWS, ROW_TOKENS, PEAK_LR = 1900, 60, 8, 256, 4e-3
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+Batches: TypeAlias = Callable[[PreTrainedTokenizerFast, int], Iterator[Batch]]  # of a seed
+Loss: TypeAlias = Callable[..., Tensor]  # of a model and a batch: nats per token
 
 
 def texts(seed: int) -> Iterator[str]:
@@ -117,7 +128,7 @@ def lr_factor(step: int, steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> None:
+def train(model: PreTrainedModel, batches: Iterator[Batch], steps: int, loss_of: Loss) -> None:
     """Train with AdamW on fresh text; a conversation repeats only by chance."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     norms = [p for p in model.parameters() if p.dim() < 2]
@@ -125,10 +136,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps))
     start = time.monotonic()
-    batches = packed_batches(tokenizer, make_corpus.TARGET_SEED)
-    for step, (ids, documents) in enumerate(itertools.islice(batches, steps), start=1):
+    for step, batch in enumerate(itertools.islice(batches, steps), start=1):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = next_token_loss(model, ids, documents)
+            loss = loss_of(model, *batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -140,15 +150,14 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
 
 
 @torch.no_grad()
-def held_out_loss(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batches: int = 10
+def mean_loss(
+    model: PreTrainedModel, batches: Iterator[Batch], loss_of: Loss, count: int = 10
 ) -> float:
-    """Return the mean loss in nats on conversations of a seed that training does not use."""
-    rows = itertools.islice(packed_batches(tokenizer, make_corpus.HELD_OUT_SEED), batches)
-    return sum(next_token_loss(model, *row).item() for row in rows) / batches
+    """Return the mean loss in nats on the first batches."""
+    return sum(loss_of(model, *batch).item() for batch in itertools.islice(batches, count)) / count
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write bf16 weights, configuration and tokenizer, its chat template inside its json."""
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
@@ -156,21 +165,29 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
 
+def build(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, folder: Path,
+    batches_of: Batches = packed_batches, loss_of: Loss = next_token_loss,
+) -> None:  # fmt: skip
+    """Train a model, print its loss on conversations that training does not use, and save it."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    train(model, batches_of(tokenizer, make_corpus.TARGET_SEED), steps, loss_of)
+    model.eval().to(torch.bfloat16).float()
+    held_out = mean_loss(model, batches_of(tokenizer, make_corpus.HELD_OUT_SEED), loss_of)
+    print(f"held-out loss {held_out:.3f} nats per token")
+    save(model, tokenizer, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     make_corpus.main()
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    print(f"{model.num_parameters():,} parameters", flush=True)
-    train(model, tokenizer, options.steps)
-    model.eval().to(torch.bfloat16).float()
-    print(f"held-out loss {held_out_loss(model, tokenizer):.3f} nats per token")
-    save(model, tokenizer, options.out)
+    build(make_model(tokenizer), tokenizer, options.steps, options.out)
 
 
 if __name__ == "__main__":
