@@ -3,6 +3,7 @@
 tests/test_hybrid_decoding.py decodes with them.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -138,12 +139,14 @@ def test_documents_are_grouped_by_length(document: list[list[int]], found: list[
 
 
 def test_a_cache_continues_a_text_in_pieces_of_any_size(target: Target) -> None:
+    if target.name == "mamba":  # rounding of its scan in float32 reaches 6e-4 on some processors
+        target = Target(copy.deepcopy(target.model).double(), name=target.name)
     ids, cache = text(44), target.new_cache(64)
     assert isinstance(cache, KVCache)
     whole, start = plain_logits(target, ids), 0
     for count in (PREFIX, 1, COUNT, 1, 1, 17):
         logits = append(target, cache, ids[start : start + count])[0]
-        assert_close(logits, whole[start : start + count])
+        assert_close(logits, whole[start : start + count], check_dtype=False)
         start += count
 
 
