@@ -139,9 +139,8 @@ def require_loaded(plugins: Sequence[str]) -> None:
     """Raise a `ConfigError` unless all plugins that a configuration records are imported."""
     missing = [named for named in plugins if _plugin(named) not in {*LOADED, *sys.modules}]
     if missing:
-        raise ConfigError(
-            KEY, list(plugins), "It uses parts of these modules.", advice(missing[:16])
-        )
+        why = "The recorded configuration uses parts of these plugins."
+        raise ConfigError(KEY, list(plugins), why, advice(missing[:16]))
 
 
 def advice(plugins: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.files import sha256_of
 from outrider.conf.hub import use_cache_if_unreachable
+from outrider.conf.plugins import OWN_PART
 from outrider.conf.schema import DataConfig
 from outrider.conf.shown_text import mask_address, mask_credentials
 from outrider.data.columns import rename_columns
@@ -161,7 +162,7 @@ def _check_location(source: Source, specs: Mapping[str, DatasetSpec]) -> Source:
         return source
     near = difflib.get_close_matches(location, specs, 1)
     fix = f"Did you mean {near[0]}? " if near else f"Names: {', '.join(specs)}. "
-    fix += f"Paths start at the current folder, {Path.cwd()}."
+    fix += f"Paths start at the current folder, {Path.cwd()}. {OWN_PART}"
     raise ConfigError(source.option, location, "There is no such file, folder or data set.", fix)
 
 

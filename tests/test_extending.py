@@ -76,6 +76,6 @@ def test_examples_run_word_for_word(
     if "outrider eval" in section:
         assert re.search(r"answers\s+equal\s+plain\s+decoding", shown)
     if "python callback.py" in section:
-        assert "ended after" in shown
+        assert re.search(r"ended after [1-9]", shown), "the initial weights do not end the run"
     if "python own_loop.py" in section:
         assert (folder / "runs/own/published/vllm/README.md").is_file()

@@ -193,6 +193,21 @@ def test_every_registry_keeps_outriders_names(registry: Registry[Any]) -> None:
         registry[name] = registry[name]
 
 
+def test_a_term_that_averages_its_rows_is_refused() -> None:
+    LOSSES["mine"] = TermSpec(lambda rows, _: rows.log_q.mean(), "")
+    p, none = torch.full((3, 2), 0.5), torch.zeros(0, 1)
+    rows = LossInputs(p.log(), p, p, torch.ones(3).bool(), torch.zeros(3).long(), none, none)
+    with pytest.raises(
+        ConfigError, match=r"values of shape \[\] for 3 rows.\n.*one value for each"
+    ):
+        parse_loss(["mine"])[0](rows)
+
+
+def test_an_unknown_data_set_may_be_one_of_a_plugin() -> None:
+    with pytest.raises(ConfigError, match=r"no such file, folder or data set.\n.*run.plugins="):
+        data_source("no_such_data_set")
+
+
 def test_a_policy_is_chosen_with_the_settings_of_a_tree(folder: Path) -> None:
     text = (
         "from outrider.models.decode.from_config import POLICIES, draft_of\n"
@@ -207,6 +222,9 @@ def test_a_policy_is_chosen_with_the_settings_of_a_tree(folder: Path) -> None:
     assert POLICIES["wide"](decode, None).levels == 2
     assert "wide" in choices("decode")
     check_policy("wide")
+    parse(compose(["decode=wide", "decode.depth=20"]))  # it counts its own nodes
+    with pytest.raises(ConfigError, match="has at least 20 nodes"):
+        parse(compose(["decode=dynamic_tree", "decode.depth=20"]))
 
 
 def test_a_reader_and_a_data_set_are_found_by_their_names(folder: Path) -> None:

@@ -91,7 +91,12 @@ class Term:
     def __call__(self, rows: LossInputs) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
         """Return the values, 0 at rows that do not count, and which rows count."""
         counted = self.counted(rows)
-        return self.spec.loss(rows, self.parameter) * counted, counted
+        values = self.spec.loss(rows, self.parameter)
+        if values.shape != counted.shape:  # a term of a plugin
+            why = f"The term gives values of shape {[*values.shape]} for {len(counted)} rows."
+            fix = "Return one value for each row, without averaging: see docs/extending.md."
+            raise ConfigError("drafter.loss", self.name, why, fix)
+        return values * counted, counted
 
     def counted(self, rows: LossInputs) -> Bool[Tensor, " N"]:
         """Return which rows count."""

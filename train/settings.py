@@ -243,7 +243,7 @@ def read_saved_config(folder: Path) -> DictConfig:
     """Read a run folder's `config.yaml`, not yet validated; a `RunError` if it is not one."""
     path = folder / "config.yaml"
     if not path.is_file():
-        fix = "Use the run.dir of a finished training run: outrider eval run.dir=runs/..."
+        fix = "Use the run.dir of a training run: run.dir=runs/..."
         raise RunError(f"{folder} is not a run folder: it has no config.yaml.", fix)
     fix = "Restore it, or train again."
     saved = read_yaml(path, fix)

@@ -207,7 +207,7 @@ def check_decode(decode: DecodeConfig) -> None:
     if chain and decode.nodes != depth:
         fix = "Set only decode.depth, or use decode=dynamic_tree for a tree."
         raise refuse("nodes", f"A chain of decode.depth={depth} has exactly {depth} nodes.", fix)
-    if decode.nodes < depth:
+    if decode.nodes < depth and decode.name in OWN_POLICIES:  # others count their own nodes
         fix = f"Use decode.nodes={depth} or more, or a smaller depth."
         raise refuse("nodes", f"A tree of decode.depth={depth} has at least {depth} nodes.", fix)
     if decode.kind == "dynamic_tree" and decode.draft_kind not in (BEST, COUPLED):
