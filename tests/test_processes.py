@@ -23,9 +23,9 @@ SMALL = [
     "drafter=eagle3", "target=tiny", "data.max_length=128", "data.max_samples=60",
     "train.batch_tokens=512", "train.max_steps=6", "train.eval_every=6", "train.save_every=2",
     "train.log_every=1", "train.lr=1e-3", "drafter.depths=2", "train.quick_eval=false",
-    "train.own_prompts=4", "drafter.feedback=raw", "drafter.taps=null",
-    "train.optimizer=adamw",  # ZeRO has no Muon, the default of eagle3
+    "train.own_prompts=4", "train.optimizer=adamw",  # ZeRO has no Muon, the default of eagle3
 ]  # fmt: skip
+EAGLE3 = ["drafter.feedback=raw", "drafter.taps=null"]  # as published
 ONE, TWO = train_command(1), train_command(2)
 LAUNCH = [
     sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1",
@@ -39,8 +39,9 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    own = [] if any(word.startswith("drafter=") for word in words) else EAGLE3
     return subprocess.run(
-        [*command, *SMALL, f"run.dir={folder}", *words], cwd=ROOT, env=environment(),
+        [*command, *SMALL, *own, f"run.dir={folder}", *words], cwd=ROOT, env=environment(),
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
 
@@ -336,7 +337,7 @@ def test_resume_after_three_kills_is_bit_exact(tmp_path: Path) -> None:
     generator = random.Random(7)
     for _ in range(3):
         process = subprocess.Popen(
-            [*ONE, *SMALL, *longer, f"run.dir={killed}"], cwd=ROOT, env=environment(),
+            [*ONE, *SMALL, *EAGLE3, *longer, f"run.dir={killed}"], cwd=ROOT, env=environment(),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         before = len(_lines(killed))
