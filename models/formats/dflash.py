@@ -43,7 +43,6 @@ from outrider.models.formats.weight_folder import (
     read_nested,
     require_rope,
 )
-from outrider.models.interface import ModelShape
 from outrider.models.target.target import Target
 
 NESTED = "dflash_config"
@@ -141,7 +140,8 @@ class DFlashFormat(ExternalFormat):
         fields["depths"] = fields["block_size"] - (not fields["shifted"])
         self._check_taps(folder, target, keys, fields["taps"])
         ids = hf_config.read_vocab(folder, keys, target.vocab_size)
-        return DrafterSpec(self.drafters[0], fields, _layer_shape(shape, target), ids)
+        shape = shape._replace(activation=target.shape().activation)  # the drafter's is a setting
+        return DrafterSpec(self.drafters[0], fields, shape, ids)
 
     def read_window(
         self, folder: WeightFolder, config: Mapping[str, Any], sidecar: Sidecar
@@ -405,11 +405,6 @@ def _taps(folder: WeightFolder, stored: Mapping[str, Any], sidecar: Sidecar) -> 
 
 def _is_reduced(folder: WeightFolder) -> bool:
     return "draft_vocab_size" in folder.config or "d2t" in strip_wrappers(folder)
-
-
-def _layer_shape(shape: ModelShape, target: Target) -> ModelShape:
-    """Return the shape with the target's activation, of which the drafter has a setting."""
-    return shape._replace(activation=target.shape().activation)
 
 
 FORMATS = (DFlashZLab(), DFlashVLLM(), DFlashTransformers(), DFlashSpeculators())
