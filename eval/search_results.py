@@ -41,8 +41,8 @@ REPORT_METRICS = ("tau", "speedup", "tokens_per_second")
 SEARCH = {  # `search.json`
     "format": FORMAT, "metric": str, "overrides": [str], "importance": {str: float}, str: object,
     "trials": [{
-        "number": int, "state": str, "value": RATE, "params": {str: object}, str: object,
-        "words?": [str], "seconds?, decoded tau?, decoded speedup?": float,
+        "number": int, "state": str, "value": RATE, "params": {str: (float, str, bool, None)},
+        "words?": [str], str: object, "seconds?, decoded tau?, decoded speedup?": float,
     }],
 }  # fmt: skip
 

@@ -4,7 +4,9 @@ A fake job pool writes the files of a run.
 """
 
 import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +387,15 @@ def test_damaged_study_is_a_message(tmp_path: Path) -> None:
     for reader in (search_results.load_study, lambda folder: run_search(folder, 1)):
         with pytest.raises(CorruptFile, match=r"study\.db cannot be read"):
             reader(tmp_path)
+
+
+def test_a_parameter_that_is_no_json_is_a_message(tmp_path: Path, play: Any) -> None:
+    play(by_rate)
+    run_search(tmp_path, 2)
+    with closing(sqlite3.connect(tmp_path / search_results.STUDY)) as study:
+        study.execute(
+            "UPDATE trial_params SET param_value = ? WHERE param_name = 'train.lr'", (b"\xff",)
+        )
+        study.commit()
+    with pytest.raises(CorruptFile, match=r"params\.\S+ is b'\\xff', not a number"):
+        search_results.show(tmp_path, Console(quiet=True))
