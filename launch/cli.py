@@ -257,7 +257,7 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
     if name == "bench" and words:
         return pages.benchmark(f"{program} {words[0]}", _benchmark(words))
     if name == "bench":
-        lines = "\n".join(f"  {name:<12}{bench.line}" for name, bench in BENCHES.items())
+        lines = "\n".join(f"  {name:<14}{bench.line}" for name, bench in BENCHES.items())
         return _print(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")
     own = "sweep" if multirun else verb.group
     return pages.reference(program, verb, own, everything="all" in words)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,11 @@ from outrider.eval.plan import command
 from outrider.eval.plan.show import Check
 from outrider.eval.plan.surface import surface
 from outrider.eval.run import evaluate
-from outrider.launch.bench import decode
+from outrider.launch.bench import batch, rounds
 from outrider.launch.compare import compare
 from outrider.models import drafters
 from outrider.models.decode.costs.round_costs import Grid
+from outrider.models.decode.request import Request
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.target.load import load_target
@@ -166,15 +168,15 @@ GREEDY, USUAL, COUPLED = ("greedy",) * 3, ("ratio", "match", "match"), ("coupled
 def test_bench_rounds_parts_sum_to_the_round(run: Config, tmp_path: Path) -> None:
     out = tmp_path / "rounds.json"
     words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", f"out={out}"]
-    assert decode.rounds(words) == 0
+    assert rounds.rounds(words) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["temperature"], row["shape"], row["rule"]) for row in rows] == [
         (heat, shape, rule)
         for heat, rules in ((0, GREEDY), (1, USUAL), (1, COUPLED))
-        for shape, rule in zip(decode.SHAPES, rules, strict=True)
+        for shape, rule in zip(rounds.SHAPES, rules, strict=True)
     ]
     for row in rows:
-        parts = sum(row[part] for part in (*decode.PARTS, "other"))
+        parts = sum(row[part] for part in (*rounds.PARTS, "other"))
         assert parts == pytest.approx(row["round"])
         assert 0 < row["overhead"] < 1
 
@@ -182,18 +184,49 @@ def test_bench_rounds_parts_sum_to_the_round(run: Config, tmp_path: Path) -> Non
 def test_bench_rounds_without_a_round_raises(run: Config) -> None:
     """The only token is emitted by the prefill."""
     with pytest.raises(RunError, match="ended with its first token"):
-        decode.rounds([f"run.dir={run.run.dir}", "limit=2", "tokens=1", "repeats=1"])
+        rounds.rounds([f"run.dir={run.run.dir}", "limit=2", "tokens=1", "repeats=1"])
 
 
-def test_bench_batch_equals_single_prompts(run: Config, tmp_path: Path) -> None:
+def measured(run: Config, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    """Return the rows of `bench batch`."""
     out = tmp_path / "batch.json"
-    words = [f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", "batches=1,3"]
-    assert decode.batch([*words, f"out={out}"]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["batch"] for row in rows] == [1, 1, 3, 3]
-    assert all(row["same"] == 3 for row in rows)
+    words = (f"run.dir={run.run.dir}", "limit=3", "tokens=6", "repeats=1", f"out={out}", *words)
+    assert batch.batch([*words]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
 
 
-def test_bench_batch_larger_than_the_prompts_raises(run: Config) -> None:
-    with pytest.raises(ConfigError, match="never be full"):
-        decode.batch([f"run.dir={run.run.dir}", "limit=2", "batches=1,3"])
+def test_bench_batch_equals_single_prompts_in_every_shape(run: Config, tmp_path: Path) -> None:
+    """The last batch has more places than prompts, which repeat."""
+    rows = measured(run, tmp_path, "batches=1,3,4")
+    assert sorted(row["batch"] for row in rows) == [1, 3, 4]
+    shapes = len(batch.FIXED) + 1
+    assert all(row["same"] == row["answers"] == shapes * max(4, 3) for row in rows)
+    for row in rows:
+        fixed = {batch.PLAIN: 1.0, **row["speedup"]}
+        auto = fixed.pop(batch.AUTO)
+        assert row["best x"] == max(fixed.values()) == fixed[row["best"]]
+        assert row["auto x"] == auto
+        assert row["auto of best"] == pytest.approx(auto / row["best x"])  # of one repetition
+    assert [row["auto of best"] for row in rows] == sorted(row["auto of best"] for row in rows)
+
+
+def test_bench_batch_by_kind_context_and_temperature(run: Config, tmp_path: Path) -> None:
+    words = "temperatures=0,1", "contexts=0,16", "weights=random", "batches=2"
+    rows = measured(run, tmp_path, *words)
+    found = {(row["temperature"], row["context"]) for row in rows}
+    assert found == {(0, 0), (0, 16), (1, 0), (1, 16)}
+    assert all(("same" in row) == (row["temperature"] == 0) for row in rows)
+
+
+def test_context_puts_other_prompts_before_a_prompt() -> None:
+    requests = {"all": [Request([1, 2, 3], 4), Request([5], 4)]}
+    found = batch.with_context(requests, batch.Setting("all", 6, 0.0, 1))
+    assert [one.prompt for one in found] == [[1, 2, 3, 1, 2, 3], [1, 2, 3, 5, 1, 5]]
+    alone = batch.with_context(requests, batch.Setting("all", 2, 0.0, 1))
+    assert [one.prompt for one in alone] == [[1, 2, 3], [5, 5]]
+
+
+def test_bench_batch_of_an_unknown_kind_raises(run: Config) -> None:
+    with pytest.raises(ConfigError, match=r"No prompt has this category\.\s+Use all, copying, or"):
+        batch.batch([f"run.dir={run.run.dir}", "kinds=poetry"])

@@ -1,0 +1,241 @@
+"""`outrider bench batch`: draft shapes and `decode=auto` beside plain decoding, by turns.
+
+A setting is a kind of text, a context, a temperature and a batch size. In each repetition all
+shapes decode the same requests, one after the other, in an order that rotates; ratios are taken
+within a repetition, and medians of the repetitions count. `auto` starts every setting without
+knowledge of its text, with the cost table of the run.
+
+    plain/s    tokens per second of plain decoding, all requests of the batch together
+    best       the fixed shape with the largest speedup of this table: known only afterwards
+    x          speedup over plain decoding
+    of best    tokens per second of auto over those of the best fixed shape or plain decoding
+    ledger     largest share of the time of plain decoding that speculation cost, c0 aside: eps is
+               the bound
+    same       greedy answers of all shapes that equal plain decoding of one prompt at a time
+
+`weights=random` decodes with random weights of the drafter, from which no draft pays.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.progress import track
+from rich.table import Table
+
+from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError
+from outrider.conf.fields import option
+from outrider.data.suite import load_suite
+from outrider.eval.plan.interleaved import request_groups
+from outrider.eval.report_tables import narrow_table
+from outrider.launch.bench.rounds import LoadedRun, RunOptions, tokens_per_second
+from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs.cost_table import FILE
+from outrider.models.decode.dynamic_tree import DynamicTree
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain, Policy
+from outrider.models.decode.request import Output, Request
+from outrider.models.decode.sampling_params import Sampling
+
+PLAIN, AUTO = "plain", "auto"
+FIXED: dict[str, Chain | DynamicTree] = {
+    "chain of 1": Chain(1), "chain of 2": Chain(2), "chain of 3": Chain(3), "chain of 5": Chain(5),
+    "tree of 8": DynamicTree(4, 4, 8), "tree of 24": DynamicTree(5, 6, 24),
+}  # fmt: skip
+WARM_UP = 8  # tokens of each answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(RunOptions):
+    """Options of `outrider bench batch`."""
+
+    batches: tuple[int, ...] = option((1, 4, 16), "batch sizes", "[1, 65536]")
+    temperatures: tuple[float, ...] = option((0.0,), "temperatures", "[0, 100]")
+    kinds: tuple[str, ...] = option(
+        ("all",), "categories of the prompts (coding, math, ...), all of them, or the suite copying"
+    )
+    contexts: tuple[int, ...] = option(
+        (0,), "tokens before the answer: other prompts come first; 0: the prompt's own", "[0, inf)"
+    )
+    weights: Literal["trained", "random"] = option("trained", "of the drafter")
+
+
+class Setting(NamedTuple):
+    """What one row of the table is about."""
+
+    kind: str
+    context: int
+    temperature: float
+    batch: int
+
+
+class Speeds(NamedTuple):
+    """Tokens per second and speedup of every shape, per repetition."""
+
+    tokens: Mapping[str, Sequence[float]]
+
+    def ratio(self, shape: str, over: str) -> float:
+        """Return the median over the repetitions of one shape's speed over another's."""
+        pairs = zip(self.tokens[shape], self.tokens[over], strict=True)
+        return statistics.median(speed / base for speed, base in pairs)
+
+    def best(self) -> str:
+        """Return the fixed shape, plain decoding among them, with the largest speedup."""
+        fixed = (shape for shape in self.tokens if shape != AUTO)
+        return max(fixed, key=lambda shape: self.ratio(shape, PLAIN))
+
+
+def batch(words: list[str]) -> int:
+    """Run the benchmark: tokens per second of every shape, and what auto reaches of the best."""
+    run = LoadedRun(words, Options)
+    options: Options = run.options
+    if options.weights == "random":
+        _randomise(run)
+    texts = {kind: _requests(run, kind) for kind in options.kinds}
+    lists = texts, options.contexts, options.temperatures, options.batches
+    settings = [Setting(*values) for values in product(*lists)]
+    console = Console(stderr=True)
+    rows = [
+        _measure(run, setting, with_context(texts, setting))
+        for setting in track(settings, "decoding", console=console, transient=True)
+    ]
+    rows.sort(key=lambda row: (row["auto of best"], row["batch"]))  # the worst first
+    run.show(_table(rows), rows)
+    return 0
+
+
+def _requests(run: LoadedRun[Options], kind: str) -> list[Request]:
+    """Return the requests of a kind, as many as the largest batch at least: prompts repeat."""
+    config, options = run.config, run.options
+    if kind == "copying":
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=kind))
+    suite = load_suite(config, None if kind not in ("all", "copying") else options.limit)
+    found = [prompt for prompt in suite if kind in ("all", "copying", prompt.category)]
+    if not found:
+        known = ", ".join(sorted({prompt.category for prompt in suite}))
+        why = "No prompt has this category."
+        raise ConfigError("kinds", kind, why, f"Use all, copying, or one of {known}.")
+    found = found[: options.limit]
+    count = max(len(found), *options.batches)
+    return run.requests([found[i % len(found)] for i in range(count)])
+
+
+def with_context(texts: Mapping[str, Sequence[Request]], setting: Setting) -> list[Request]:
+    """Return the requests of a setting; other prompts come first, up to its context."""
+    requests = texts[setting.kind]
+    others = [token for request in requests for token in request.prompt]
+    others *= 1 + setting.context // len(others)
+    return [
+        request._replace(
+            prompt=[*others[: max(0, setting.context - len(request.prompt))], *request.prompt]
+        )
+        for request in requests
+    ]
+
+
+def _randomise(run: LoadedRun[Options]) -> None:
+    """Give the drafter random weights of the size of its own."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in run.drafter.parameters():
+            parameter.normal_(0, max(1e-3, float(parameter.float().std(correction=0))))
+
+
+def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request]) -> dict[str, Any]:
+    """Decode by turns, and return the row of a setting."""
+    sampling, size = Sampling(setting.temperature), setting.batch
+    engines = {name: run.engine(policy, sampling) for name, policy in _shapes(run).items()}
+    for engine in engines.values():
+        engine.generate_all([r._replace(budget=WARM_UP) for r in requests[:size]], size)
+    repetitions = [_by_turns(engines, requests, size, turn) for turn in range(run.options.repeats)]
+    names = list(engines)
+    speeds = Speeds({
+        name: [tokens_per_second(outputs[name]) for outputs in repetitions] for name in names
+    })  # fmt: skip
+    best = speeds.best()
+    return {
+        **setting._asdict(),
+        "plain/s": statistics.median(speeds.tokens[PLAIN]),
+        "best": best,
+        "best x": speeds.ratio(best, PLAIN),
+        "auto x": speeds.ratio(AUTO, PLAIN),
+        "auto of best": speeds.ratio(AUTO, best),
+        "ledger": max(_ledger_share(out) for outputs in repetitions for out in outputs[AUTO]),
+        "tau": {name: _tau(repetitions[0][name]) for name in names if name != PLAIN},
+        "speedup": {name: speeds.ratio(name, PLAIN) for name in names if name != PLAIN},
+        **_equal_answers(run, requests, repetitions[0], setting.temperature),
+    }
+
+
+def _shapes(run: LoadedRun[Options]) -> dict[str, Policy | None]:
+    chains_only = run.target.recurrent or run.drafter.chains_only
+    fixed = {
+        name: shape for name, shape in FIXED.items() if not (chains_only and shape.branches)
+    }  # fmt: skip
+    return {PLAIN: None, **fixed, AUTO: Auto(file=run.folder / FILE)}
+
+
+def _by_turns(
+    engines: Mapping[str, Engine], requests: list[Request], size: int, turn: int
+) -> dict[str, list[Output]]:
+    """Decode all requests with every engine, a group at a time; each turn starts with another."""
+    names = [*engines]
+    names = names[turn % len(names) :] + names[: turn % len(names)]
+    outputs: dict[str, list[Output]] = {name: [] for name in names}
+    for group in request_groups(requests, size):
+        for name in names:
+            outputs[name] += engines[name].generate_all(group, size)
+    return outputs
+
+
+def _tau(outputs: Sequence[Output]) -> float:
+    """Return tokens per round and prompt."""
+    return sum(len(out.ids) - 1 for out in outputs) / max(1, sum(out.rounds for out in outputs))
+
+
+def _ledger_share(out: Output) -> float:
+    """Return (T_real - c0) / T_plain - 1, which eps bounds."""
+    ledger = out.ledger
+    return (ledger.real - ledger.slack) / ledger.plain - 1 if ledger and ledger.plain else 0.0
+
+
+def _equal_answers(
+    run: LoadedRun[Options],
+    requests: list[Request],
+    outputs: Mapping[str, Sequence[Output]],
+    temperature: float,
+) -> dict[str, int]:
+    """Return how many greedy answers equal those of one prompt at a time; {} if they are drawn."""
+    if temperature:
+        return {}
+    expected = [out.ids for out in run.engine(None, Sampling()).generate_all(requests, 1)]
+    drafted = [answers for name, answers in outputs.items() if name != PLAIN]
+    same = sum(
+        out.ids == ids for answers in drafted for out, ids in zip(answers, expected, strict=True)
+    )
+    return {"same": same, "answers": len(drafted) * len(expected)}
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    head = ("text", "T", "batch", "plain/s", "best", "x", "auto x", "of best", "ledger", "same")
+    table = narrow_table(head, ("text", "best"))
+    table.title = "auto beside fixed shapes, its worst setting first"
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> Iterator[str]:
+    context = f", {row['context']}" if row["context"] else ""
+    yield f"{row['kind']}{context}"
+    yield f"{row['temperature']:g}"
+    yield str(row["batch"])
+    yield f"{row['plain/s']:.0f}"
+    yield row["best"]
+    yield from (f"{row[name]:.2f}" for name in ("best x", "auto x", "auto of best"))
+    yield f"{100 * row['ledger']:+.1f}%"
+    yield f"{row['same']}/{row['answers']}" if "same" in row else "-"
