@@ -1,12 +1,13 @@
 """`outrider bench batch`: draft shapes and `decode=auto` beside plain decoding, by turns.
 
 A setting is a kind of text, a context, a temperature and a batch size. In each repetition all
-shapes decode the same requests, one after the other, in an order that rotates; ratios are taken
-within a repetition, and medians of the repetitions count. `auto` starts every setting without
-knowledge of its text, with the cost table of the run.
+shapes decode the same requests, one after the other, in an order that rotates, above temperature 0
+with new seeds; ratios are taken within a repetition, and medians of the repetitions count. `auto`
+has the cost table of the run, and has seen the setting once, in a pass that warms up every shape.
 
     plain/s    tokens per second of plain decoding, all requests of the batch together
-    best       the fixed shape with the largest speedup of this table: known only afterwards
+    best       the fixed shape with the largest speedup of this table, which is known only
+               afterwards and is partly luck where answers are drawn
     x          speedup over plain decoding
     of best    tokens per second of auto over those of the best fixed shape or plain decoding
     ledger     largest share of the time of plain decoding that speculation cost, c0 aside: eps is
@@ -39,6 +40,7 @@ from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
+from outrider.models.decode.rules.rule_table import DRAWN
 from outrider.models.decode.sampling_params import Sampling
 
 PLAIN, AUTO = "plain", "auto"
@@ -46,7 +48,6 @@ FIXED: dict[str, Chain | DynamicTree] = {
     "chain of 1": Chain(1), "chain of 2": Chain(2), "chain of 3": Chain(3), "chain of 5": Chain(5),
     "tree of 8": DynamicTree(4, 4, 8), "tree of 24": DynamicTree(5, 6, 24),
 }  # fmt: skip
-WARM_UP = 8  # tokens of each answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _shapes(run: LoadedRun[Options]) -> dict[str, Policy | None]:
     fixed = {
         name: shape for name, shape in FIXED.items() if not (chains_only and shape.branches)
     }  # fmt: skip
-    return {PLAIN: None, **fixed, AUTO: Auto(file=run.folder / FILE)}
+    return {PLAIN: None, **fixed, AUTO: Auto(draft=DRAWN, file=run.folder / FILE)}
 
 
 def _by_turns(
@@ -186,7 +187,8 @@ def _by_turns(
     names = [*engines]
     names = names[turn % len(names) :] + names[: turn % len(names)]
     outputs: dict[str, list[Output]] = {name: [] for name in names}
-    for group in request_groups(requests, size):
+    seeded = [one._replace(seed=one.seed + turn * len(requests)) for one in requests]
+    for group in request_groups(seeded, size):
         for name in names:
             outputs[name] += engines[name].generate_all(group, size)
     return outputs

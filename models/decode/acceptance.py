@@ -10,7 +10,8 @@ Two estimates:
 
 A label is 0 or 1, or the probability of acceptance where it is known (the overlap of both rows):
 the same mean with less variance. All counts forget slowly. Bins begin as the confidence itself,
-with more weight if the checkpoint's calibration has been measured.
+with more weight if the checkpoint's calibration has been measured; those of drawn tokens begin at
+one value, high enough that deeper levels are tried.
 
 Siblings are accepted with a share of what the first token misses, by their rank, at all depths.
 
@@ -57,10 +58,15 @@ def _guess(mean: float, weight: float = GUESSED) -> Rate:
 class Acceptance:
     """The estimates of all requests of a decoder."""
 
-    def __init__(self, weight: float = GUESSED) -> None:
-        """`weight` is that of the drafter's confidence, in labels: CALIBRATED if it is measured."""
+    def __init__(self, weight: float = GUESSED, drawn: bool = False) -> None:
+        """
+        Args:
+            weight: of the drafter's confidence, in labels: CALIBRATED if it is measured.
+            drawn: tokens are drawn from the drafter's rows, and accepted with the overlap of these
+                and the target's: the confidence says nothing of it until labels do.
+        """
         self.levels = [_guess(FIRST) for _ in range(DEPTHS)]
-        bins = [(i + 0.5) / BINS for i in range(BINS)]
+        bins = [AFRESH if drawn else (i + 0.5) / BINS for i in range(BINS)]
         self.bins = [[_guess(middle, weight) for middle in bins] for _ in range(DEPTHS)]
         self.siblings = [_guess(share) for share in SIBLINGS]
 

@@ -38,6 +38,7 @@ class ChainGrowth:
 
     Attributes:
         steps: levels that the drafter has computed.
+        below: what levels below the last computed one add at best (`_future`).
         confidences: per submitted level and request (`DraftContext.log_confidence`).
         logits: per submitted level.
     """
@@ -53,8 +54,9 @@ class ChainGrowth:
     ) -> None:
         """`least` levels are drafted and verified without a decision: those of a probe."""
         self.requests, self.costs, self.rate, self.deepest = requests, costs, rate, deepest
-        self.least = least
+        self.least, self.below = least, 0.0
         self.kind, self.steps = draft, 0
+        self._means: list[list[float]] = []  # with optimism, per level and request
         self.confidences, self.logits = list[list[float]](), list[Tensor]()
 
     def propose(self, context: DraftContext) -> Draft:
@@ -96,25 +98,33 @@ class ChainGrowth:
             )
         ]
         row = self.rate * (self.costs.other[depth] - self.costs.other[depth - 1])
-        worth = sum(self.survival) - row + max(0.0, self._future(depth))
+        self.below = self._future(depth)
+        worth = sum(self.survival) - row + max(0.0, self.below)
         return worth > 0 or depth <= self.least
 
     def pays(self, depth: int) -> bool:
-        """Decide whether levels below a depth are drafted."""
-        return depth < self.least or self._future(depth) > 0
+        """Decide whether levels below a submitted depth are drafted."""
+        return depth < self.least or self.below > 0
 
     def _future(self, depth: int) -> float:
         """Return what levels below a depth add at best, in tokens, less what they cost."""
         best, net, survival = -1.0, 0.0, self.survival
         for level in range(depth + 1, max(self.limits, default=0) + 1):
-            survival = [
-                s * one.mean(level, OPTIMISM) if level <= limit else 0.0
-                for s, one, limit in zip(survival, self.requests, self.limits, strict=True)
-            ]
+            survival = [s * mean for s, mean in zip(survival, self._mean(level), strict=True)]
             seconds = self.costs.total(level) - self.costs.total(level - 1)
             net += sum(survival) - self.rate * seconds
             best = max(best, net)
         return best
+
+    def _mean(self, level: int) -> list[float]:
+        """Return the optimistic acceptance of every request; 0 beyond its limit."""
+        while len(self._means) < level:
+            depth = len(self._means) + 1
+            self._means.append([
+                one.mean(depth, OPTIMISM) if depth <= limit else 0.0
+                for one, limit in zip(self.requests, self.limits, strict=True)
+            ])  # fmt: skip
+        return self._means[level - 1]
 
     def _end_abstaining(self, context: DraftContext, depth: int) -> None:
         if context.abstains is not None:
@@ -123,3 +133,4 @@ class ChainGrowth:
                 min(limit, depth) if end else limit
                 for limit, end in zip(self.limits, ends, strict=True)
             ]
+            self._means.clear()

@@ -204,7 +204,7 @@ class Controller:
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
         if rows:
             self.row_seconds = reading / rows
-        extra = last.own + reading
+        extra = reading if drafts else last.own + reading  # deciding is part of a round's time
         seconds = self.costs.observe(kind, last.table, last.seconds - extra)
         if self.costs.still == STILL:
             warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)

@@ -73,7 +73,8 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
-        self.shared = Acceptance()
+        self._acceptance = dict[bool, Acceptance]()  # of drawn tokens, and of others
+        self._weight = GUESSED  # of the drafter's confidence
         self._drafter: DeferredDrafter | None = None
         self._round: Round | None = None
         self._running: Sequence[ActiveRequest] = ()
@@ -112,7 +113,8 @@ class Auto:
         if self._drafter is None or self._drafter.inner is not drafter:
             self.controller = None  # its costs are those of another drafter
             calibrated = drafter.calibration is not None and self.draft == BEST
-            self.shared = Acceptance(CALIBRATED if calibrated else GUESSED)
+            self._weight = CALIBRATED if calibrated else GUESSED
+            self._acceptance.clear()
         self._drafter = DeferredDrafter(drafter, self.settle)
         return self._drafter
 
@@ -138,8 +140,15 @@ class Auto:
         """Plan with these costs."""
         if self.controller is None:
             limits = self.width, self.budget, self.first_plain
-            self.controller = Controller(costs, self.eps, *limits, self.shared)
+            self.controller = Controller(costs, self.eps, *limits)
         self.controller.costs = costs
+
+    def _shared(self, drawn: bool) -> Acceptance:
+        """Return the estimates of all requests whose draft tokens are drawn, or are not."""
+        if drawn not in self._acceptance:
+            weight = GUESSED if drawn else self._weight
+            self._acceptance[drawn] = Acceptance(weight, drawn)
+        return self._acceptance[drawn]
 
     # ---- a round ----
 
@@ -184,7 +193,8 @@ class Auto:
         costs = ChainCosts.of(control.costs, len(requests), length, deepest)
         states: Sequence[Deferred] = context.states  # type: ignore[assignment]
         waiting = sum(max(0, state.rows - ABSORBED_ROWS) for state in states)
-        estimates = [_estimate(one, self.shared) for one in requests]
+        control.shared = self._shared(drawn=self.draft != BEST and not context.sampling.greedy)
+        estimates = [_estimate(one, control.shared) for one in requests]
         now = Situation(estimates, context.depth_limits, costs, length, waiting)
         choice = control.choose(now)
         last = Round(list(requests), estimates, choice, costs.total(0), vocab=context.vocab)
