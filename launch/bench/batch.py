@@ -150,9 +150,8 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
     """Decode by turns, and return the row of a setting."""
     sampling, size = Sampling(setting.temperature), setting.batch
     engines = {name: run.engine(policy, sampling) for name, policy in _shapes(run).items()}
-    for engine in engines.values():
-        engine.generate_all([r._replace(budget=WARM_UP) for r in requests[:size]], size)
-    repetitions = [_by_turns(engines, requests, size, turn) for turn in range(run.options.repeats)]
+    turns = range(1 + run.options.repeats)
+    _, *repetitions = [_by_turns(engines, requests, size, turn) for turn in turns]
     names = list(engines)
     speeds = Speeds({
         name: [tokens_per_second(outputs[name]) for outputs in repetitions] for name in names
