@@ -258,10 +258,6 @@ class Target:
         """Compute the forward of `FastLlama` with the model's own modules."""
         outputs: dict[int, Tensor] = {}
         wanted = set(taps) if part.stop is None else {*taps, part.stop - 1}
-
-        def save_output(tap: int, _module: nn.Module, _args: Any, output: Any) -> None:
-            outputs[tap] = output[0] if isinstance(output, tuple) else output
-
         with ExitStack() as hooks:
             hooks.enter_context(scale_queries(self.layers, positions))
             if cache is not None:
@@ -272,8 +268,8 @@ class Target:
             if part is not WHOLE:
                 hooks.enter_context(limit_layers(self.layers, part))
             for tap in wanted:
-                hook = self.layers[tap].register_forward_hook(partial(save_output, tap))
-                hooks.enter_context(hook)
+                save = partial(_save_output, outputs, tap)
+                hooks.enter_context(self.layers[tap].register_forward_hook(save))
             last = self.base_model(
                 input_ids=ids,
                 attention_mask=masks,
@@ -390,3 +386,10 @@ def find_decoder(model: Any, layers: nn.ModuleList) -> Any:
     if decoder.get_output_embeddings() is None:
         return decoder
     return next(m for m in decoder.modules() if any(child is layers for child in m.children()))
+
+
+def _save_output(
+    outputs: dict[int, Tensor], tap: int, _module: nn.Module, _args: Any, output: Any
+) -> None:
+    """Keep the output of a layer, as a hook."""
+    outputs[tap] = output[0] if isinstance(output, tuple) else output
