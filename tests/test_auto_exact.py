@@ -265,3 +265,21 @@ def test_published_mistakes_are_detected(
     monkeypatch.setattr(Auto, "growth", mistake)
     law = law_of(lambda: policy(DRAWN, 2, 0.01, 0.01), [1, 2])
     assert distance(law, law_of_plain([1, 2])) > 1e-2
+
+
+# ---- chains of drawn tokens ----------------------------------------------------------------------
+
+
+def test_chains_of_drawn_tokens_go_deeper_than_their_probabilities_say() -> None:
+    """The drafter's rows are the target's, and nearly flat: every drawn token is accepted."""
+    target = toy_target()
+    with torch.no_grad():
+        target.model.get_parameter("lm_head.weight").div_(100.0)
+    drafter = ScriptedDrafter(lambda text: tiny.logits_after(target, text), V)
+    auto = policy(DRAWN, 6, 0.01, 0.05, depth=6)
+    engine = Engine(target, drafter, auto, sampling=WARM)
+    auto.use_costs(LiveCosts(times(0.01, 0.05)))
+    auto.prepare = lambda *_: None  # type: ignore[method-assign]
+    out = engine.generate([1, 2, 0], 60)
+    assert out.accepted[:-1] == out.drafted[:-1]  # the last one is cut by the budget
+    assert sum(depth == 6 for depth in out.drafted) > len(out.drafted) / 2

@@ -196,15 +196,7 @@ def test_greedy_output_equals_plain_decoding(lookup: Any, family: str, tmp_path:
     drafter = drafters.build(cfg, target, DraftVocab.identity(target.vocab_size))
     prompts = [REPEATING, REPEATING[:5], [11], [*tiny.PROMPTS[0]]]
     requests = [Request(prompt, 20, seed) for seed, prompt in enumerate(prompts)]
-    plain = [out.ids for out in Engine(target, None, None).generate_all(requests, 1)]
-    accepted = drafted = 0
-    for policy in POLICIES:
-        for batch in (1, 4):
-            outputs = Engine(target, drafter, policy).generate_all(requests, batch)
-            assert [out.ids for out in outputs] == plain
-            accepted += sum(sum(out.accepted) for out in outputs)
-            drafted += sum(sum(out.drafted) for out in outputs)
-    assert 0 < accepted < drafted
+    tiny.require_plain_output(target, drafter, POLICIES, requests)
 
 
 @pytest.mark.parametrize("name", ["medusa", "draft_lm", "dflash", "mtp"])
@@ -243,12 +235,7 @@ def law_of(drafter: Hybrid, policy: Policy) -> Law:
     """The exact law of sampled answers, by every path through their random numbers."""
     rule = bind_rule("coupled", COUPLED) if policy.draft == COUPLED else None
     engine = Engine(TARGET, drafter, policy, sampling=WARM, rule=rule)
-
-    def process(rng: RandomSource) -> Context:
-        tiny.inject_random_source(engine, rng)
-        return tuple(engine.generate(PROMPT, LENGTH).ids)
-
-    return enumerate_law(process)
+    return tiny.law_of_answers(engine, PROMPT, LENGTH)
 
 
 @pytest.mark.parametrize("case", [name for name in SAMPLED if name != "coupled chain"])

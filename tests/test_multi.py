@@ -21,7 +21,6 @@ from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain, Draft, Policy
 from outrider.models.decode.request import Request
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, DRAWN, INDEPENDENT, bind_rule
-from outrider.models.decode.sampling import RandomSource
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tries.policy import MergedTree
@@ -33,7 +32,7 @@ from outrider.models.formats import native
 from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import tiny
-from tests.enumeration import Context, Law, distance, enumerate_law
+from tests.enumeration import Law, distance
 from tests.test_auto_exact import TARGET, V, law_of_plain
 from tests.test_hybrid import FAMILIES, FixedPart, tiny_rows
 from tests.test_lookup import POLICIES, REPEATING
@@ -186,15 +185,7 @@ def test_greedy_output_equals_plain_decoding(family: str, tmp_path: Path) -> Non
     drafter = tiny.drafter("multi", target, drafters=folders)
     prompts = [REPEATING, REPEATING[:5], [11], [*tiny.PROMPTS[0]]]
     requests = [Request(prompt, 16, seed) for seed, prompt in enumerate(prompts)]
-    plain = [out.ids for out in Engine(target, None, None).generate_all(requests, 1)]
-    accepted = drafted = 0
-    for policy in [*POLICIES, *MERGED_POLICIES]:
-        for batch in (1, 4):
-            outputs = Engine(target, drafter, policy).generate_all(requests, batch)
-            assert [out.ids for out in outputs] == plain
-            accepted += sum(sum(out.accepted) for out in outputs)
-            drafted += sum(sum(out.drafted) for out in outputs)
-    assert 0 < accepted < drafted
+    tiny.require_plain_output(target, drafter, [*POLICIES, *MERGED_POLICIES], requests)
 
 
 # ---- sampled answers -----------------------------------------------------------------------------
@@ -216,13 +207,7 @@ SAMPLED: dict[str, Policy] = {
 
 def law_of(drafter: Multi, policy: Policy, length: int = LENGTH, sampling: Sampling = WARM) -> Law:
     """The exact law of sampled answers, by every path through their random numbers."""
-    engine = Engine(TARGET, drafter, policy, sampling=sampling)
-
-    def process(rng: RandomSource) -> Context:
-        tiny.inject_random_source(engine, rng)
-        return tuple(engine.generate(PROMPT, length).ids)
-
-    return enumerate_law(process)
+    return tiny.law_of_answers(Engine(TARGET, drafter, policy, sampling=sampling), PROMPT, length)
 
 
 @pytest.mark.parametrize("case", [name for name in SAMPLED if name != "coupled chain"])

@@ -5,7 +5,7 @@ several documents, answers in the middle of prompts, and padding. The guesses of
 are any function of the text so far: always right, always wrong, or a table of probabilities.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from random import Random
@@ -22,7 +22,7 @@ from outrider.models.decode.policy import Draft, Policy
 from outrider.models.decode.request import ActiveRequest, Request
 from outrider.models.decode.round_times import RoundTimes, Stopwatch
 from outrider.models.decode.rules.round_outcome import outcomes
-from outrider.models.decode.sampling import GeneratorSource
+from outrider.models.decode.sampling import GeneratorSource, RandomSource
 from outrider.models.decode.sampling_params import Sampling, TokenHistory
 from outrider.models.decode.tree import Tree
 from outrider.models.decode.verifier import Decision
@@ -33,6 +33,7 @@ from outrider.models.interface import Guess, Trace
 from outrider.models.target.layer_parts import WHOLE, Part
 from outrider.models.target.target import Target, TargetStates
 from outrider.train.objective import Objective
+from tests.enumeration import Law, enumerate_law
 from tests.families import small_model
 
 VOCAB, DRAFTED = 61, 40
@@ -391,6 +392,34 @@ def paths(tree: Tree, row: int = 0) -> list[Text]:
 def inject_random_source(engine: Engine, rng: Any) -> None:
     """Replace the random numbers of an engine, so that a test can enumerate them."""
     engine.verifier.random_source = lambda *_, **__: rng  # type: ignore[method-assign]
+
+
+def law_of_answers(engine: Engine, prompt: Sequence[int], length: int) -> Law:
+    """Return the exact law of sampled answers, by every path through their random numbers."""
+
+    def process(rng: RandomSource) -> Text:
+        inject_random_source(engine, rng)
+        return tuple(engine.generate(prompt, length).ids)
+
+    return enumerate_law(process)
+
+
+def require_plain_output(
+    target: Target, drafter: Drafter, policies: Iterable[Policy], requests: Sequence[Request]
+) -> None:
+    """Require greedy answers of every policy, alone and in a batch, to equal plain decoding.
+
+    Some draft tokens must be accepted, and some rejected.
+    """
+    plain = [out.ids for out in Engine(target, None, None).generate_all(requests, 1)]
+    accepted = drafted = 0
+    for policy in policies:
+        for batch in (1, 4):
+            outputs = Engine(target, drafter, policy).generate_all(requests, batch)
+            assert [out.ids for out in outputs] == plain
+            accepted += sum(sum(out.accepted) for out in outputs)
+            drafted += sum(sum(out.drafted) for out in outputs)
+    assert 0 < accepted < drafted
 
 
 def spread(guess: Guess, trace: Trace) -> Tensor:
