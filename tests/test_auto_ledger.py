@@ -4,6 +4,7 @@ The clock moves by a known time for every forward of the target and every call o
 that the time of plain decoding is known exactly, and not only by the controller's own estimate.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -179,6 +180,25 @@ def test_the_bound_holds_for_any_text(
     assert out.ledger.kept
     assert out.ledger.real == pytest.approx(clock.now - start, rel=0.01)
     assert len(out.choices) == len(out.accepted) == len(out.gains)
+
+
+@pytest.mark.parametrize("level", [LEVEL, 1.5 * STEP])
+def test_short_answers_share_what_drafts_in_vain_cost(
+    level: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound holds for forty answers of twelve tokens together, with one c0 for all."""
+    monkeypatch.setattr(sys.modules[__name__], "LEVEL", level)
+    target = timed_target(clock, monkeypatch)
+    start = clock.now
+    plain = Engine(target, None, None).generate(PROMPT, 12)
+    seconds = clock.now - start
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: False), clock)
+    engine, _ = auto_engine(target, drafter)
+    engine.generate(PROMPT, 12)
+    start = clock.now
+    for _ in range(40):
+        assert engine.generate(PROMPT, 12).ids == plain.ids
+    assert clock.now - start <= (1 + EPS) * 40 * seconds + SLACK * STEP
 
 
 def test_good_drafts_are_nearly_as_fast_as_the_best_chain(

@@ -25,7 +25,7 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
-LEAST_WAIT = 16  # the most of them at the start of a request: its text may be of another kind
+LEAST_WAIT = 16  # of them at the start of a request: its text may be of another kind
 REFRESH = 64  # rounds with drafts, of which one is plain
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
 AMORTISED = 64  # rounds over which reading missed rows is spread, at most
@@ -72,6 +72,7 @@ class Controller:
         self.ledger = Ledger(self.eps)
         self._plain_rounds = self._since_plain = self._wait = self._failures = 0
         self._off = self._probed = self._drafted = False
+        self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
         self.row_seconds: float | None = None  # of reading a missed row, once measured in rounds
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
@@ -83,13 +84,23 @@ class Controller:
             alone: no other request is running, so that a new ledger begins.
         """
         if alone:
-            self.ledger = Ledger(self.eps, self.costs.seconds(PLAIN, len(new), context).total)
+            plain = self.costs.seconds(PLAIN, len(new), context).total
+            self.ledger = Ledger(self.eps, plain)
             self._drafted = False
-            self._failures = min(self._failures, LEAST_WAIT.bit_length() - 1)
-            self._wait = min(self._wait, LEAST_WAIT)
+            most = self._first_wait(plain)
+            self._failures = min(self._failures, most.bit_length() - 1)
+            self._wait = min(self._wait, most)
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
+
+    def _first_wait(self, plain: float) -> int:
+        """Return the most plain rounds before a draft is tried in a new text.
+
+        They earn what the last try has cost, so that short answers lose no more than eps either.
+        """
+        earned = self._probe_loss / max(self.eps * plain, 1e-12)
+        return math.ceil(min(LONGEST_WAIT, max(LEAST_WAIT, earned)))
 
     # ---- choice ----
 
@@ -214,6 +225,8 @@ class Controller:
         self._since_plain = self._since_plain + 1 if drafts else 0
         if drafts:
             self._drafted, self._probed = True, self._off
+            if self._off:
+                self._probe_loss = max(0.0, seconds + extra - worth)
             if self._off and worth > seconds:
                 last.restart()
             last.teach()
