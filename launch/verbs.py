@@ -111,11 +111,7 @@ BENCHES = {
         ("families", "families:families", "what works with the targets of every family"),
         ("replay", "replay:replay", "two ways to drop rows from recurrent layers, and the speed"),
         ("rounds", "rounds:rounds", "time of each part of a decoding round"),
-        (
-            "batch",
-            "batch:batch",
-            "tokens per second of draft shapes and decode=auto, by batch size",
-        ),
+        ("batch", "batch:batch", "speed of draft shapes and decode=auto, by batch and text"),
         ("drafting", "drafting:drafting", "time of a draft by context length, for every drafter"),
         ("launches", "equality:launches", "losses and weights after 1, 2, 4 ranks, DDP and ZeRO"),
         ("soak", "soak:soak", "inject faults into a run of several ranks, compare bit by bit"),

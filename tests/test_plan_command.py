@@ -24,6 +24,7 @@ from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.target.load import load_target
 from outrider.train.settings import parse
+from tests import tiny
 from tests.families import small_model
 from tests.test_eval_run import SUITE, VOCAB, configured, tokenizer, workspace  # noqa: F401 - a fixture
 from tests.test_plan_surface import TABLE, TAU, FakeTimes
@@ -230,3 +231,17 @@ def test_context_puts_other_prompts_before_a_prompt() -> None:
 def test_bench_batch_of_an_unknown_kind_raises(run: Config) -> None:
     with pytest.raises(ConfigError, match=r"No prompt has this category\.\s+Use all, copying, or"):
         batch.batch([f"run.dir={run.run.dir}", "kinds=poetry"])
+
+
+def test_bench_batch_without_auto_or_weights(tmp_path: Path) -> None:
+    """An early exit takes part in every round; a look-up has no weights."""
+    target = tiny.target()
+    early = tiny.drafter("layerskip", target, exit_layer=1)
+    shapes = batch.shapes_of(target, early, tmp_path)
+    assert [*shapes] == [batch.PLAIN, *batch.FIXED]
+    row = {"kind": "all", "context": 0, "temperature": 0.0, "batch": 1, "plain/s": 9.0}
+    table = batch.table_of([{**row, "best": "plain", "best x": 1.0, "same": 1, "answers": 1}])
+    assert [next(iter(column.cells)) for column in table.columns[-4:]] == ["-", "-", "-", "1/1"]
+    every = DraftVocab.identity(target.vocab_size)
+    with pytest.raises(ConfigError, match="This drafter has no weights"):
+        batch.randomise(tiny.drafter("ngram", target, every, draft_vocab_size=None))

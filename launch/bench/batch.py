@@ -14,13 +14,15 @@ has the cost table of the run, and has seen the setting once, in a pass that war
                the bound
     same       greedy answers of all shapes that equal plain decoding of one prompt at a time
 
-`weights=random` decodes with random weights of the drafter, from which no draft pays.
+`weights=random` decodes with random weights of the drafter, from which no draft pays. Drafters that
+run the target on their drafts have no `auto`.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,6 +44,8 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
 from outrider.models.decode.rules.rule_table import DRAWN
 from outrider.models.decode.sampling_params import Sampling
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 
 PLAIN, AUTO = "plain", "auto"
 FIXED: dict[str, Chain | DynamicTree] = {
@@ -95,7 +99,7 @@ def batch(words: list[str]) -> int:
     run = LoadedRun(words, Options)
     options: Options = run.options
     if options.weights == "random":
-        _randomise(run)
+        randomise(run.drafter)
     texts = {kind: _requests(run, kind) for kind in options.kinds}
     lists = texts, options.contexts, options.temperatures, options.batches
     settings = [Setting(*values) for values in product(*lists)]
@@ -104,8 +108,8 @@ def batch(words: list[str]) -> int:
         _measure(run, setting, with_context(texts, setting))
         for setting in track(settings, "decoding", console=console, transient=True)
     ]
-    rows.sort(key=lambda row: (row["auto of best"], row["batch"]))  # the worst first
-    run.show(_table(rows), rows)
+    rows.sort(key=lambda row: (row.get("auto of best", 1.0), row["batch"]))  # the worst first
+    run.show(table_of(rows), rows)
     return 0
 
 
@@ -138,18 +142,25 @@ def with_context(texts: Mapping[str, Sequence[Request]], setting: Setting) -> li
     ]
 
 
-def _randomise(run: LoadedRun[Options]) -> None:
-    """Give the drafter random weights of the size of its own."""
+def randomise(drafter: Drafter) -> None:
+    """Give a drafter random weights of the size of its own."""
+    weights = list(drafter.parameters())
+    if not weights:
+        why = "This drafter has no weights."
+        raise ConfigError("weights", "random", why, "Leave it out.")
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in run.drafter.parameters():
+        for parameter in weights:
             parameter.normal_(0, max(1e-3, float(parameter.float().std(correction=0))))
 
 
 def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request]) -> dict[str, Any]:
     """Decode by turns, and return the row of a setting."""
     sampling, size = Sampling(setting.temperature), setting.batch
-    engines = {name: run.engine(policy, sampling) for name, policy in _shapes(run).items()}
+    engines = {
+        name: run.engine(policy, sampling)
+        for name, policy in shapes_of(run.target, run.drafter, run.folder).items()
+    }
     turns = range(1 + run.options.repeats)
     _, *repetitions = [_by_turns(engines, requests, size, turn) for turn in turns]
     names = list(engines)
@@ -157,26 +168,33 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
         name: [tokens_per_second(outputs[name]) for outputs in repetitions] for name in names
     })  # fmt: skip
     best = speeds.best()
+    automatic = {
+        "auto x": speeds.ratio(AUTO, PLAIN),
+        "auto of best": speeds.ratio(AUTO, best),
+        "ledger": max(_ledger_share(out) for outputs in repetitions for out in outputs[AUTO]),
+    } if AUTO in engines else {}  # fmt: skip
     return {
         **setting._asdict(),
         "plain/s": statistics.median(speeds.tokens[PLAIN]),
         "best": best,
         "best x": speeds.ratio(best, PLAIN),
-        "auto x": speeds.ratio(AUTO, PLAIN),
-        "auto of best": speeds.ratio(AUTO, best),
-        "ledger": max(_ledger_share(out) for outputs in repetitions for out in outputs[AUTO]),
+        **automatic,
         "tau": {name: _tau(repetitions[0][name]) for name in names if name != PLAIN},
         "speedup": {name: speeds.ratio(name, PLAIN) for name in names if name != PLAIN},
         **_equal_answers(run, requests, repetitions[0], setting.temperature),
     }
 
 
-def _shapes(run: LoadedRun[Options]) -> dict[str, Policy | None]:
-    chains_only = run.target.recurrent or run.drafter.chains_only
+def shapes_of(target: Target, drafter: Drafter, run: Path) -> dict[str, Policy | None]:
+    """Return the shapes to compare; the cost table is that of the folder `run`."""
+    chains_only = target.recurrent or drafter.chains_only
     fixed = {
         name: shape for name, shape in FIXED.items() if not (chains_only and shape.branches)
     }  # fmt: skip
-    return {PLAIN: None, **fixed, AUTO: Auto(draft=DRAWN, file=run.folder / FILE)}
+    shapes: dict[str, Policy | None] = {PLAIN: None, **fixed}
+    if not drafter.runs_target():
+        shapes[AUTO] = Auto(draft=DRAWN, file=run / FILE)
+    return shapes
 
 
 def _by_turns(
@@ -221,7 +239,7 @@ def _equal_answers(
     return {"same": same, "answers": len(drafted) * len(expected)}
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     head = ("text", "T", "batch", "plain/s", "best", "x", "auto x", "of best", "ledger", "same")
     table = narrow_table(head, ("text", "best"))
     table.title = "auto beside fixed shapes, its worst setting first"
@@ -237,6 +255,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield str(row["batch"])
     yield f"{row['plain/s']:.0f}"
     yield row["best"]
-    yield from (f"{row[name]:.2f}" for name in ("best x", "auto x", "auto of best"))
-    yield f"{100 * row['ledger']:+.1f}%"
+    for name in ("best x", "auto x", "auto of best"):
+        yield f"{row[name]:.2f}" if name in row else "-"
+    yield f"{100 * row['ledger']:+.1f}%" if "ledger" in row else "-"
     yield f"{row['same']}/{row['answers']}" if "same" in row else "-"
