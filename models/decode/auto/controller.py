@@ -25,7 +25,7 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
-LEAST_WAIT = 16  # of them at the start of a request: its text may be of another kind
+LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain has cost more
 REFRESH = 64  # rounds with drafts, of which one is plain
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
 AMORTISED = 64  # rounds over which reading missed rows is spread, at most
