@@ -97,7 +97,7 @@ class Speeds(NamedTuple):
 def batch(words: list[str]) -> int:
     """Run the benchmark: tokens per second of every shape, and what auto reaches of the best."""
     run = LoadedRun(words, Options)
-    options: Options = run.options
+    options = run.options
     if options.weights == "random":
         randomise(run.drafter)
     texts = {kind: _requests(run, kind) for kind in options.kinds}
