@@ -19,10 +19,13 @@ SMALL = Options(
 
 
 @pytest.mark.parametrize("path_name", ["fast", "recorded"])
-def test_paths_agree_in_loss_and_gradient(path_name: Literal["fast", "recorded"]) -> None:
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark", "p_eagle"])
+def test_paths_agree_in_loss_and_gradient(
+    path_name: Literal["fast", "recorded"], drafter: str
+) -> None:
     results = []
     for path in (path_name, "reference"):
-        case = build_case(SMALL, 2, "fp32", path)
+        case = build_case(SMALL, 2, "fp32", path, drafter)
         loss, _ = case.objective(case.trace, torch.ones(2))
         loss.backward()
         gradients = [p.grad for p in case.objective.parameters()]
@@ -31,9 +34,13 @@ def test_paths_agree_in_loss_and_gradient(path_name: Literal["fast", "recorded"]
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
 
 
-def test_half_of_the_rows_are_supervised() -> None:
-    trace = build_case(SMALL, 2, "fp32", "fast").trace
-    assert trace.supervised_mask(1).sum().item() == 2 * 12
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark", "p_eagle"])
+def test_half_of_the_rows_are_trained_at_every_depth(name: str) -> None:
+    case = build_case(SMALL, 2, "fp32", "fast", name)
+    drafter, trace = case.objective.drafter, case.trace
+    trained = [int(drafter.trained_mask(trace, depth).sum()) for depth in (1, 2)]
+    # a block needs an anchor with a supervised guess of depth 1
+    assert trained == [2 * 12, 2 * (12 if name == "eagle3" else 11)]
 
 
 @pytest.mark.slow
@@ -54,6 +61,7 @@ def test_result_is_written_with_the_machine(tmp_path: Path) -> None:
         ("depths=3,x", "whole number"),
         ("precision=fp8", "fp8"),
         ("paths=fast,slow", "slow"),
+        ("drafters=ngram", "no such drafter with a training step"),
     ],
 )
 def test_invalid_options_are_refused(word: str, why: str) -> None:

@@ -1,7 +1,9 @@
 """`outrider bench train-step`: seconds and peak memory of one training step on this machine.
 
-A step is unroll, losses and backward of an EAGLE-3 drafter; the target's features are given. Paths
-are timed alternately in one process; the peak memory of each is measured in a process of its own.
+A step is unroll, losses and backward of a drafter; the target's features are given. Drafters and
+paths are timed alternately in one process; the peak memory of each is measured in a process of its
+own. All drafters train the same rows: block drafters with an anchor at every supervised row, and
+p_eagle without dropping depths.
 
     recorded    fast, with the target's top-1 tokens given, as recorded features have them
     fast        from the target's last hidden states only
@@ -22,19 +24,22 @@ from rich.table import Table
 from torch import Tensor
 
 from outrider.conf.console import Console
+from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.conf.options import parse_words
 from outrider.launch.bench import common
+from outrider.models import drafters
 from outrider.models.argmax import first_argmax
 from outrider.models.decode.costs.forward_times import interleaved_ms
-from outrider.models.drafters.eagle3 import Config as Eagle3Config
-from outrider.models.drafters.eagle3 import Eagle3
 from outrider.models.drafting.vocab import DraftVocab
-from outrider.models.interface import ModelShape, Trace
+from outrider.models.interface import Batch, ModelShape, Trace
+from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
+from outrider.train.step_data import trained_counts
 
 Path = Literal["recorded", "fast", "reference"]
 Precision = Literal["fp32", "bf16"]
+EVERY_ROW = {"anchors": 1.0, "keep": 1.0}  # settings with which all supervised rows are trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +57,17 @@ class Options:
     repeats: int = option(5, "timed steps of each path", "[1, inf)")
     threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
+    drafters: tuple[str, ...] = option(("eagle3",), "drafters to compare")
     depths: tuple[int, ...] = option((3, 7), "draft depths", "[1, 1024]")
     precision: tuple[Precision, ...] = option(("fp32", "bf16"), "precisions of a step")
     paths: tuple[Path, ...] = option(("recorded", "fast", "reference"), "paths to compare")
+
+    def __post_init__(self) -> None:
+        for i, name in enumerate(self.drafters):
+            if name not in drafters.trained_names():
+                fix = f"Use: {', '.join(drafters.trained_names())}."
+                why = "There is no such drafter with a training step."
+                raise ConfigError(f"drafters[{i}]", name, why, fix)
 
 
 def train_step(words: list[str]) -> int:
@@ -73,8 +86,9 @@ class Case(NamedTuple):
     precision: Precision
 
     def step(self) -> None:
-        depths = range(1, len(self.objective.weights) + 1)
-        denominators = torch.stack([self.trace.supervised_mask(d).sum() for d in depths]).float()
+        depths, trace = len(self.objective.weights), self.trace
+        batch = Batch(trace.ids, trace.answer, trace.document, trace.positions)
+        denominators = trained_counts(self.objective.drafter, batch, depths)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16"):
             loss, _ = self.objective(self.trace, denominators)
         loss.backward()
@@ -105,7 +119,9 @@ class _Ends:
         return F.embedding(ids, self.weight)
 
 
-def build_case(options: Options, depths: int, precision: Precision, path: Path) -> Case:
+def build_case(
+    options: Options, depths: int, precision: Precision, path: Path, name: str = "eagle3"
+) -> Case:
     """Return a drafter of these sizes on a random trace, half of the rows supervised."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -116,45 +132,57 @@ def build_case(options: Options, depths: int, precision: Precision, path: Path) 
     )  # fmt: skip
     ends = _Ends(shape, dtype)
     draft_ids = torch.randperm(options.vocab)[: options.draft_vocab].sort().values
-    reference = path == "reference"
-    cfg = Eagle3Config(depths=depths, attention="reference" if reference else "fast")
-    drafter = Eagle3(cfg, ends, DraftVocab(draft_ids, options.vocab), (1, 14, 26))
+    cfg, slow = _settings(name, depths, path), path == "reference"
+    taps = drafters.check(cfg, shape)
+    vocab = DraftVocab(draft_ids, options.vocab)
+    drafter = drafters.drafter_class(name)(cfg, ends, vocab, taps)
+    loss = [term.replace("soft_ce", "soft_ce_reference") if slow else term for term in cfg.loss]
+    weights = parse_depth_weights(cfg.depth_weights, depths)
     objective = Objective(
-        drafter, ends, weights=[0.8**d for d in range(depths)],
-        path="plain" if reference else "fused",
-        loss=["soft_ce_reference" if reference else "soft_ce"],
-    )  # fmt: skip
-    trace = _random_trace(options, dtype)
+        drafter, ends, loss=loss, weights=weights, path="plain" if slow else "fused"
+    )
+    trace = _random_trace(options, dtype, len(taps))
     if path == "recorded":
         best = first_argmax(ends.logits(trace.last.flatten(0, 1)))
         trace = replace(trace, top1_ids=best.view_as(trace.ids))
     return Case(objective, trace, precision)
 
 
-def _random_trace(options: Options, dtype: torch.dtype) -> Trace:
+def _settings(name: str, depths: int, path: Path) -> Any:
+    """Return a drafter's default settings, with this depth and every supervised row trained."""
+    kind: Any = drafters.config_class(name)
+    known = {field.name for field in dataclasses.fields(kind)}
+    attention = "reference" if path == "reference" else "fast"
+    wanted = {"depths": depths, "attention": attention, **EVERY_ROW}
+    return kind(name=name, **{key: value for key, value in wanted.items() if key in known})
+
+
+def _random_trace(options: Options, dtype: torch.dtype, taps: int) -> Trace:
     size = (options.rows, options.length)
     ids = torch.randint(options.vocab, size)
     positions = torch.arange(options.length).expand(size)
     answer = positions >= options.length // 2
     next_ids = F.pad(ids[:, 1:], (0, 1))
-    taps = torch.randn(*size, 3 * options.hidden).to(dtype)
+    taps = torch.randn(*size, taps * options.hidden).to(dtype)
     last = torch.randn(*size, options.hidden).to(dtype)
     return Trace(ids, next_ids, answer, torch.zeros_like(ids), positions, taps, last)
 
 
 def compare_paths(options: Options, console: Console) -> int:
     """Print the table, and write it to `out`."""
-    table = Table("step", "path", "s (median)", "spread", "peak MiB", "against reference")
+    head = ("step", "drafter", "path", "s (median)", "spread", "peak MiB", "against reference")
+    table = Table(*head)
     results: list[dict[str, Any]] = []
     for precision in options.precision:
         for depths in options.depths:
             rows = _rows(options, depths, precision)
-            slow = next((row["seconds"] for row in rows if row["path"] == "reference"), None)
+            slow = {row["drafter"]: row["seconds"] for row in rows if row["path"] == "reference"}
             for row in rows:
+                reference = slow.get(row["drafter"])
                 table.add_row(
-                    f"{depths} depths {precision}", row["path"], f"{row['seconds']:.2f}",
-                    f"{row['spread']:.0%}", f"{row['peak_mb']:.0f}",
-                    "-" if slow is None else f"{row['seconds'] / slow:.2f}",
+                    f"{depths} depths {precision}", row["drafter"], row["path"],
+                    f"{row['seconds']:.2f}", f"{row['spread']:.0%}", f"{row['peak_mb']:.0f}",
+                    "-" if reference is None else f"{row['seconds'] / reference:.2f}",
                 )  # fmt: skip
             results += rows
     result = {"options": dataclasses.asdict(options), "results": results}
@@ -163,19 +191,20 @@ def compare_paths(options: Options, console: Console) -> int:
 
 
 def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str, Any]]:
-    """A row per path; seconds are medians of alternated steps."""
-    steps = {path: build_case(options, depths, precision, path).step for path in options.paths}
+    """A row per drafter and path; seconds are medians of alternated steps."""
+    keys = [(name, path) for name in options.drafters for path in options.paths]
+    steps = [build_case(options, depths, precision, path, name).step for name, path in keys]
     nothing, cpu = [lambda: None] * len(steps), torch.device("cpu")
-    times = interleaved_ms([*steps.values()], nothing, options.repeats, cpu)
+    times = interleaved_ms(steps, nothing, options.repeats, cpu)
     rows = []
-    for path, ms in zip(steps, times, strict=True):
+    for (name, path), ms in zip(keys, times, strict=True):
         seconds, setting = [t / 1000 for t in ms], {"depths": depths, "precision": precision}
-        peak_mb = common.run_in_child("train-step", options, **setting, paths=path)
+        peak_mb = common.run_in_child("train-step", options, **setting, paths=path, drafters=name)
         median = statistics.median(seconds)
         spread = (max(seconds) - min(seconds)) / median
         rows.append(
-            {**setting, "path": path, "seconds": median, "spread": spread, "peak_mb": peak_mb,
-             "all": seconds}
+            {"drafter": name, **setting, "path": path, "seconds": median, "spread": spread,
+             "peak_mb": peak_mb, "all": seconds}
         )  # fmt: skip
     return rows
 
@@ -183,8 +212,10 @@ def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str,
 def _peak_mb(options: Options) -> float:
     """Peak resident memory of one step above its start, in MiB."""
     (depths,), (precision,), (path,) = options.depths, options.precision, options.paths
-    step = build_case(options, depths, precision, path).step
-    build_case(replace(options, length=16), depths, precision, path).step()  # libraries allocate
+    (name,) = options.drafters
+    step = build_case(options, depths, precision, path, name).step
+    small = replace(options, length=16)
+    build_case(small, depths, precision, path, name).step()  # libraries allocate
     before = common.resident_bytes()
     with common.PeakMemory() as peak:
         step()
