@@ -251,8 +251,34 @@ def bootstrap(
     count = len(sums)
     if count < 2:
         return None
-    draws = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=RESAMPLES)
-    totals = draws @ np.stack(list(sums.values()))
+    return _percentiles(_draws(count, np.random.default_rng(seed)) @ np.stack(list(sums.values())))
+
+
+def crossed_bootstrap(terms: np.ndarray, seed: int) -> tuple[float, float] | None:
+    """Return `bootstrap` where repetitions and groups are both drawn with replacement.
+
+    Args:
+        terms: [S, D, K], those of `bootstrap` for every repetition (a seed of training) and group
+            (a dialogue).
+
+    Returns:
+        None with fewer than two repetitions or groups, or if the ratio of some resample is
+        undefined.
+    """
+    if min(terms.shape[:2]) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    repetitions, groups = (_draws(count, rng) for count in terms.shape[:2])
+    return _percentiles(np.einsum("rs,rd,sdk->rk", repetitions, groups, terms, optimize=True))
+
+
+def _draws(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return how often each of `count` is drawn, for every resample."""
+    return rng.multinomial(count, [1 / count] * count, size=RESAMPLES)
+
+
+def _percentiles(totals: np.ndarray) -> tuple[float, float] | None:
+    """Return the interval of the ratio of sums, one row per resample."""
     with np.errstate(divide="ignore", invalid="ignore"):
         values = totals[:, 0] / totals[:, 1]
         values = values / (totals[:, 2] / totals[:, 3]) if totals.shape[1] == 4 else values

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from outrider.conf.console import Console
 from outrider.eval import compare as tables
+from outrider.eval import seeds
 from outrider.eval.compare import decoding_label
 from outrider.eval.report import exact_in_a_word, format_number
 from outrider.eval.report_tables import explain_metrics, narrow_table
@@ -45,6 +46,8 @@ def compare(words: list[str], explain: bool = False) -> int:
 def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = False) -> None:
     """Print the ranking, what is not comparable and a row per report: at most 15 lines.
 
+    Runs that differ in their seed alone follow in a table with intervals over the seeds.
+
     Args:
         in_full: the tables of the page, and the definitions, too.
     """
@@ -56,6 +59,8 @@ def print_runs(console: Console, runs: Sequence[RunResults], in_full: bool = Fal
     pairs = [(run, name) for run in runs for name in run.reports]
     rows = pairs if in_full or len(pairs) <= MOST_ROWS else _fastest(runs)[:MOST_ROWS]
     console.print(_table(rows))
+    if joined := seeds.seed_rows(runs):
+        console.print(seeds.table(joined))
     if not in_full:
         hidden = f"{len(pairs) - len(rows)} more reports, " * (len(rows) < len(pairs))
         more = "training cost and conditions: --explain, or to=FOLDER for a page"

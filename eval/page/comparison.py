@@ -12,7 +12,7 @@ from rich.table import Table as ConsoleTable
 
 from outrider.conf.errors import RunError
 from outrider.conf.json_shapes import read_object
-from outrider.eval import compare
+from outrider.eval import compare, seeds
 from outrider.eval.compare import decoding_label
 from outrider.eval.page.elements import (
     Note,
@@ -44,7 +44,7 @@ def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError])
     costs = from_console_table(cost, "training", f"{compare.COST_LEGEND}. {best}")
     figures = [*_speeds(runs), *_draft_times(runs), *_predicted_tau(runs)]
     sections = [
-        Section("speed", "Speed", [*figures, *notes, speed]),
+        Section("speed", "Speed", [*figures, *notes, speed, *_over_seeds(runs)]),
         Section("training", "Cost of training and held-out acceptance", [*_curves(runs), costs]),
     ]
     reports = all_reports(runs)
@@ -55,6 +55,14 @@ def comparison_sections(runs: Sequence[RunResults], without: Sequence[RunError])
         table = from_console_table(source, "reports side by side", definition)
         sections.append(Section("reports", "Reports side by side", [table]))
     return sections
+
+
+def _over_seeds(runs: Sequence[RunResults]) -> Iterable[Part]:
+    """Return the table of runs that differ in their seed alone."""
+    if rows := seeds.seed_rows(runs):
+        what = "Runs that differ in their seed alone; intervals over seeds and dialogues."
+        definition = f"{what} {metric_definitions('tau', 'speedup', 'ms.draft')}"
+        yield from_console_table(seeds.table(rows), "over the seeds", definition)
 
 
 def _speeds(runs: Sequence[RunResults]) -> Iterable[Part]:
