@@ -84,7 +84,7 @@ def _join(group: Sequence[RunResults], name: str) -> SeedRow | None:
     reports = [run.reports[name] for run in group]
     tau = np.array([_by_dialogue(one, dialogues[0], _tau_terms) for one in records])
     drafts = [one["ms"]["draft"] for one in reports]
-    sizes = [(run.training or {}).get("parameters") for run in group]
+    sizes: list[Any] = [(run.training or {}).get("parameters") for run in group]
     timed = all(one.baseline is not None for answers in records for one in answers)
     speed = np.array([_by_dialogue(one, dialogues[0], _speed_terms) for one in records])
     return SeedRow(

@@ -157,13 +157,13 @@ def _settings(name: str, depths: int, path: Path) -> Any:
     return kind(name=name, **{key: value for key, value in wanted.items() if key in known})
 
 
-def _random_trace(options: Options, dtype: torch.dtype, taps: int) -> Trace:
+def _random_trace(options: Options, dtype: torch.dtype, tap_count: int) -> Trace:
     size = (options.rows, options.length)
     ids = torch.randint(options.vocab, size)
     positions = torch.arange(options.length).expand(size)
     answer = positions >= options.length // 2
     next_ids = F.pad(ids[:, 1:], (0, 1))
-    taps = torch.randn(*size, taps * options.hidden).to(dtype)
+    taps = torch.randn(*size, tap_count * options.hidden).to(dtype)
     last = torch.randn(*size, options.hidden).to(dtype)
     return Trace(ids, next_ids, answer, torch.zeros_like(ids), positions, taps, last)
 
