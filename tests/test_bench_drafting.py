@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.launch.bench import drafting
+from outrider.launch.bench import common, drafting
 from outrider.launch.cli import main
 from outrider.models.cache.layer_rows import LayerRows
 from tests import tiny
@@ -20,7 +20,13 @@ def test_every_drafter_and_context_has_a_row(
 ) -> None:
     depths = {"eagle3": 7, "ngram": 7, "sparse_kv": 7, "lookahead": 4}  # its n-grams end there
     names, out = tuple(depths), tmp_path / "out.json"
-    words = [f"drafters={','.join(names)}", "contexts=40,80", "rounds=2", "depth=7"]
+    words = [
+        f"drafters={','.join(names)}",
+        "contexts=40,80",
+        "rounds=2",
+        "depth=7",
+        "draft_vocab=64",
+    ]
     assert main(["bench", "drafting", *words, f"out={out}"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["drafter"], row["context"]) for row in rows] == [
@@ -33,6 +39,12 @@ def test_every_drafter_and_context_has_a_row(
         assert (row["attention"] > 0) == (row["drafter"] in ("eagle3", "sparse_kv"))
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
+
+
+def test_a_draft_vocabulary_is_the_first_tokens() -> None:
+    target = tiny.target()
+    assert len(common.default_drafter("eagle3", target).vocab) == target.vocab_size
+    assert len(common.default_drafter("eagle3", target, 64).vocab) == 64
 
 
 def test_attention_of_the_drafter_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,15 +74,17 @@ def allow_positions(target: Target, count: int) -> None:
     config.max_position_embeddings = max(count, config.max_position_embeddings)
 
 
-def default_drafter(name: str, target: Target) -> Drafter:
+def default_drafter(name: str, target: Target, draft_vocab: int = 0) -> Drafter:
     """Build a drafter with its default settings and untrained weights."""
-    return build_drafter(drafters.config_class(name)(name=name), target)
+    return build_drafter(drafters.config_class(name)(name=name), target, draft_vocab)
 
 
-def build_drafter(cfg: DrafterSettings, target: Target) -> Drafter:
-    """Build a drafter over the whole vocabulary; its weights, if any, are untrained."""
+def build_drafter(cfg: DrafterSettings, target: Target, draft_vocab: int = 0) -> Drafter:
+    """Build a drafter with untrained weights, if any, over the first tokens; 0: over all."""
     torch.manual_seed(0)
-    drafter = drafters.build(cfg, target, DraftVocab.identity(target.vocab_size))
+    size = target.vocab_size
+    vocab = DraftVocab(torch.arange(min(draft_vocab, size) or size), size)
+    drafter = drafters.build(cfg, target, vocab)
     return drafter.to(target.device, target.dtype).eval()
 
 

@@ -18,7 +18,7 @@ import torch
 
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
+from outrider.conf.fields import COUNT0, option
 from outrider.conf.options import parse_words
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench import common
@@ -54,6 +54,7 @@ class Options:
         (512, 2048, 8192), "context lengths, tokens", "[16, 4194304]"
     )
     depth: int = option(4, "draft tokens per round, at most the drafter's", "[1, 1024]")
+    draft_vocab: int = option(0, "tokens that trained drafters propose; 0: all", COUNT0)
     rounds: int = option(16, "rounds; medians count", "[1, 65536]")
     threads: int = option(0, "CPU threads; 0: PyTorch's default", "[0, 1024]")
     out: str = option("", "JSON file for the result")
@@ -77,7 +78,8 @@ def drafting(words: list[str]) -> int:
     table = narrow_table(head, ("drafter",))
     with console.status("") as status:
         for name in options.drafters or drafters.complete_names():
-            drafter = common.default_drafter(name, target)
+            size = options.draft_vocab if name in drafters.trained_names() else 0
+            drafter = common.default_drafter(name, target, size)
             depth = min(options.depth, drafter.max_depth)
             for context in options.contexts:
                 status.update(f"{name}, {context} tokens")
