@@ -44,7 +44,7 @@ def test_every_drafter_and_context_has_a_row(
 def test_a_draft_vocabulary_is_the_first_tokens() -> None:
     target = tiny.target()
     assert len(common.default_drafter("eagle3", target).vocab) == target.vocab_size
-    assert len(common.default_drafter("eagle3", target, 64).vocab) == 64
+    assert len(common.default_drafter("eagle3", target, 50).vocab) == 50
 
 
 def test_attention_of_the_drafter_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
