@@ -101,10 +101,6 @@ class RecurrentStates:
         """Number of layers that have written."""
         return len({layer for _, layer, _ in self._states})
 
-    @property
-    def bytes_per_slot(self) -> int:
-        return sum(state[0].nbytes for state in self._states.values())
-
     # ---- slots ----
 
     def select_slots(self, first: int, count: int) -> None:

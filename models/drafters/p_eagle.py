@@ -24,7 +24,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.conf.errors import ConfigError
 from outrider.conf.fields import COUNT0, DEPTHS, option
 from outrider.models.drafters import eagle3
 from outrider.models.drafters.eagle3 import Eagle3, default_taps
@@ -35,7 +34,7 @@ from outrider.models.drafting.block.attention import (
     plan_blocks,
 )
 from outrider.models.drafting.block.backbone import BlockState
-from outrider.models.drafting.block.config import check_mask_token
+from outrider.models.drafting.block.config import check_block
 from outrider.models.drafting.drafter import LevelIds
 from outrider.models.drafting.layers import append_rows
 from outrider.models.drafting.self_feeding import Pairs, maybe_checkpoint
@@ -84,10 +83,7 @@ class PEagle(Eagle3):
 
     @classmethod
     def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
-        check_mask_token(cfg.mask_token_id, shape)
-        if cfg.depths >= shape.max_positions:
-            why = f"The target reads {shape.max_positions} positions, and the block needs a context"
-            raise ConfigError("drafter.depths", cfg.depths, f"{why}.", "Use fewer.")
+        check_block("depths", cfg.depths, cfg.mask_token_id, shape)
 
     @torch.no_grad()
     def initialise(self, target: Target, traces: Iterable[Trace]) -> str:

@@ -82,12 +82,21 @@ def dense_attention(
     q: Queries, key: Keys, value: Keys, own_keys: OwnKeys, own_values: OwnKeys, plan: QueryPlan
 ) -> Queries:
     """Attend to all keys, concatenated, under one explicit mask: the slow reference."""
-    count, groups = len(plan.rows), q.shape[1] // key.shape[1]
-    column = torch.arange(key.shape[0], device=q.device)
+    count, column = len(plan.rows), torch.arange(key.shape[0], device=q.device)
     prefix = (column >= plan.document_start[:, None]) & (column <= plan.rows[:, None])
     mask = torch.cat([prefix] + [torch.eye(count, device=q.device).bool()] * len(own_keys), dim=1)
-    keys = torch.cat([key, *own_keys]).repeat_interleave(groups, dim=1)
-    values = torch.cat([value, *own_values]).repeat_interleave(groups, dim=1)
+    return masked_attention(q, torch.cat([key, *own_keys]), torch.cat([value, *own_values]), mask)
+
+
+def masked_attention(
+    q: Queries,
+    keys: Float[Tensor, "M A C"],
+    values: Float[Tensor, "M A C"],
+    mask: Bool[Tensor, "N M"],
+) -> Queries:
+    """Attend to the keys that the mask shows to each query; scores and weights in float32."""
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
     scores = torch.einsum("nhc,mhc->hnm", q.float(), keys.float()) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("hnm,mhc->nhc", weights, values.float()).to(q.dtype)

@@ -41,6 +41,7 @@ from outrider.models.drafting.branch_attention import (
     by_row,
     cut_blocks,
     group_heads,
+    masked_attention,
     masked_scores,
 )
 from outrider.models.drafting.layers import attend_rows
@@ -122,15 +123,11 @@ def dense_attention(
 ) -> Queries:
     """Attend to context and all slots under one explicit mask: the slow reference."""
     rows, first = plan.context.rows[:, None], plan.context.document_start[:, None]
-    groups, column = q.shape[1] // key.shape[1], torch.arange(len(key), device=q.device)
+    column = torch.arange(len(key), device=q.device)
     blocks = torch.eye(len(q) // plan.slots, device=q.device, dtype=torch.uint8)
     own = torch.kron(blocks, plan.own_mask().to(torch.uint8)).bool()
     mask = torch.cat([(column >= first) & (column <= rows), own], dim=1)
-    keys = torch.cat([key, own_key]).repeat_interleave(groups, dim=1)
-    values = torch.cat([value, own_value]).repeat_interleave(groups, dim=1)
-    scores = torch.einsum("nhc,mhc->hnm", q.float(), keys.float()) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.einsum("hnm,mhc->nhc", weights, values.float()).to(q.dtype)
+    return masked_attention(q, torch.cat([key, own_key]), torch.cat([value, own_value]), mask)
 
 
 def block_attention(

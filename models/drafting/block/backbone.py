@@ -33,7 +33,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.conf.errors import ConfigError
 from outrider.models.cache.layer_rows import LayerRows
 from outrider.models.drafting import closed_form_init
 from outrider.models.drafting.block import linear_fit
@@ -43,7 +42,7 @@ from outrider.models.drafting.block.attention import (
     attend_block,
     plan_blocks,
 )
-from outrider.models.drafting.block.config import check_mask_token
+from outrider.models.drafting.block.config import check_block
 from outrider.models.drafting.drafter import BatchDrafter, LevelIds, target_head_logits
 from outrider.models.drafting.layers import (
     DecoderLayer,
@@ -114,10 +113,7 @@ class BlockDrafter(BatchDrafter):
 
     @classmethod
     def check_settings(cls, cfg: Any, shape: ModelShape) -> None:
-        check_mask_token(cfg.mask_token_id, shape)
-        if cfg.block_size >= shape.max_positions:
-            why = f"The target reads {shape.max_positions} positions, and the block needs a context"
-            raise ConfigError("drafter.block_size", cfg.block_size, f"{why}.", "Use a smaller one.")
+        check_block("block_size", cfg.block_size, cfg.mask_token_id, shape)
 
     def head(self, hidden: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows Vd"]:
         return self.add_bias(self.slot_logits(hidden[..., : self.shape.hidden]), hidden)

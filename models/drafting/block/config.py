@@ -21,8 +21,15 @@ def spread_taps(layers: int, count: int = 5) -> tuple[int, ...]:
     return tuple(round(1 + i * step) for i in range(count))
 
 
-def check_mask_token(token: int | None, shape: ModelShape) -> None:
-    """Raise ConfigError if the target has no such token."""
+def check_block(setting: str, length: int, token: int | None, shape: ModelShape) -> None:
+    """Raise ConfigError if the target has no room for a block, or not the token that fills it.
+
+    Args:
+        setting: of the drafter that has the length.
+    """
+    if length >= shape.max_positions:
+        why = f"The target reads {shape.max_positions} positions, and the block needs a context."
+        raise ConfigError(f"drafter.{setting}", length, why, "Use fewer.")
     if token is not None and token >= shape.vocab:
         why = f"The target has tokens 0 to {shape.vocab - 1}."
         fix = "Use a token that no text contains, or null: the last one."
