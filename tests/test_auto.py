@@ -5,9 +5,11 @@ from collections import Counter, deque
 from io import StringIO
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
@@ -17,9 +19,13 @@ from outrider.eval.decoder import Decoder
 from outrider.eval.page.answers import choice_figure
 from outrider.eval.report_auto import auto_line, choice_shares
 from outrider.launch import cli
+from outrider.models.decode import tree_shapes
+from outrider.models.decode.acceptance import Acceptance
+from outrider.models.decode.auto.choice import BUDGETS, tree_shapes_of
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.live_costs import LiveCosts
+from outrider.models.decode.costs.round_costs import DraftShape
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import parse_policy_at_temperature, policy_of, rule_of
 from outrider.models.decode.request import Request
@@ -166,6 +172,23 @@ def test_coupled_answers_are_those_of_plain_decoding() -> None:
     how: dict[str, Any] = {"temperature": 1.0, "rule": "coupled", "seed": 3}
     plain = decoder.generate(COPY, 40, policy="plain", **how)
     assert decoder.generate(COPY, 40, policy="auto", **how).output_ids == plain.output_ids
+
+
+def test_candidate_trees_are_the_best_of_their_size() -> None:
+    random = Random(0)
+    for _ in range(50):
+        shared, width, most = Acceptance(), random.randint(1, 4), random.choice((3, 8, 33, 64))
+        first = sorted((random.random() for _ in range(random.randint(1, 6))), reverse=True)
+        found = tree_shapes_of(shared, first, width, most)
+        table = torch.tensor([shared.sibling_row(rate)[:width] for rate in first])
+        expected = []
+        for nodes in (budget for budget in BUDGETS if budget <= most):
+            paths = tree_shapes.best_first(table, nodes)
+            if len(paths) == nodes > (depth := len(paths[-1])):
+                expanded = (1, *[width] * (depth - 1))
+                value = tree_shapes.expected(paths, table) - 1
+                expected.append((DraftShape(depth, nodes, expanded), pytest.approx(value)))
+        assert found == expected
 
 
 def test_shares_by_hand() -> None:

@@ -10,11 +10,9 @@ for one request as for all: it is drafted for all where the sum of their surviva
 """
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
-import torch
-
-from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import DraftShape
@@ -113,18 +111,27 @@ def tree_shapes_of(
 ) -> list[tuple[DraftShape, float]]:
     """Return the trees to consider, and the expected draft tokens per request of each.
 
+    They are the most probable nodes, by rank and depth (`tree_shapes.best_first`): each is the one
+    before it and more nodes.
+
     Args:
         first: acceptance of the first child by depth.
         width: children per node, and nodes expanded per level.
         most: nodes at most.
     """
-    table = torch.tensor([shared.sibling_row(rate)[:width] for rate in first])
-    table = table / table.sum(-1, keepdim=True).clamp(min=1.0)
-    out = []
-    for nodes in (budget for budget in BUDGETS if budget <= most):
-        paths = tree_shapes.best_first(table, nodes)
-        depth = len(paths[-1])
-        if len(paths) == nodes > depth:
-            shape = DraftShape(depth, nodes, (1, *[width] * (depth - 1)))
-            out.append((shape, tree_shapes.expected(paths, table) - 1))
+    rows = [shared.sibling_row(rate)[:width] for rate in first]
+    rows = [[rate / max(1.0, sum(row)) for rate in row] for row in rows]
+    out, budgets = list[tuple[DraftShape, float]](), [n for n in BUDGETS if n <= most]
+    heap, nodes, depth, expected = [(-1.0, 0)], 0, 0, -1.0  # the root is no draft token
+    while heap and budgets:
+        negated, level = heappop(heap)
+        for rate in rows[level] if level < len(rows) else ():
+            heappush(heap, (negated * rate, level + 1))
+        depth, expected = max(depth, level), expected - negated
+        if nodes == budgets[0]:
+            del budgets[0]
+            if nodes > depth:
+                shape = DraftShape(depth, nodes, (1, *[width] * (depth - 1)))
+                out.append((shape, expected))
+        nodes += 1
     return out
