@@ -150,9 +150,9 @@ def _ranked_decodings(runs: Sequence[RunResults]) -> tuple[dict[str, str], list[
 
 def _ranking_metric(reports: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """Return the metric that would rank the reports, and the conditions that prevent it."""
-    timed = not _differing(reports, SAME_TIMES) and all(r["speedup"] for r in reports)
+    timed = not differing(reports, SAME_TIMES) and all(r["speedup"] for r in reports)
     metric, same = ("speedup", SAME_TEXT) if timed else ("tau", (*SAME_TEXT, "policy"))
-    return metric, _differing(reports, same)
+    return metric, differing(reports, same)
 
 
 def timed_alike(runs: Sequence[RunResults]) -> list[str]:
@@ -172,7 +172,7 @@ def _order(names: Sequence[str], values: Sequence[float]) -> str:
     return ", ".join(f"{name} {value:.2f}" for value, name in pairs)
 
 
-def _differing(reports: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[str]:
+def differing(reports: Sequence[dict[str, Any]], conditions: Sequence[str]) -> list[str]:
     """Return which of these conditions have several values."""
     fields = [row for row in CONDITION_FIELDS if row.name in conditions]
     return [row.name for row in fields if len({str(row.read(r)) for r in reports}) > 1]

@@ -2,7 +2,7 @@
 
 Seeds and dialogues are both drawn with replacement: training again and another text are two causes
 of chance. Runs are joined if their settings are equal but for `run.seed` and `run.dir`, and if they
-have decoded the same dialogues.
+have decoded the same dialogues in the same way.
 
 Shape letters: S seeds, D dialogues, K terms.
 """
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from outrider.eval.compare import decoding_label
+from outrider.eval.compare import SAME_TEXT, SAME_TIMES, decoding_label, differing
 from outrider.eval.metrics import Record, crossed_bootstrap, ratio
 from outrider.eval.report import format_number, load
 from outrider.eval.report_tables import narrow_table
 from outrider.eval.run_results import RunResults
 
 MEGA = 1e6
+DECODING = ("policy", "temperature", "guesses", "verified by")  # conditions of eval/compare.py
 NEEDED = {
     "dialogue", "output_ids", "accepted", "drafted", "steps", "seconds", "baseline_ids",
     "baseline_seconds", "room",
@@ -56,7 +57,8 @@ def seed_rows(runs: Sequence[RunResults]) -> list[SeedRow]:
             groups.setdefault(key, []).append(run)
     rows = []
     for group in groups.values():
-        if len({_seed(run) for run in group}) == len(group) > 1:
+        group = [*{_seed(run): run for run in group}.values()]  # the last run of each seed
+        if len(group) > 1:
             names = [name for name in group[0].reports if all(name in run.reports for run in group)]
             rows += [row for name in names if (row := _join(group, name)) is not None]
     return rows
@@ -76,17 +78,21 @@ def _seed(run: RunResults) -> int:
 
 
 def _join(group: Sequence[RunResults], name: str) -> SeedRow | None:
-    """Return the row of a report that all runs have; None if they decoded other dialogues."""
-    records = [_records(run, name) for run in group]
-    dialogues = [sorted({one.dialogue for one in answers}) for answers in records]
-    if not dialogues[0] or any(others != dialogues[0] for others in dialogues):
-        return None
+    """Return the row of a report that all runs have; None if they were not measured alike."""
     reports = [run.reports[name] for run in group]
-    tau = np.array([_by_dialogue(one, dialogues[0], _tau_terms) for one in records])
+    records = [_records(run, name) for run in group]
+    answers = [[one.id for one in each] for each in records]
+    if not answers[0] or any(ids != answers[0] for ids in answers):
+        return None
+    if differing(reports, (*SAME_TEXT, *DECODING)):
+        return None
+    dialogues = [*dict.fromkeys(one.dialogue for one in records[0])]
+    tau = np.array([_by_dialogue(one, dialogues, _tau_terms) for one in records])
     drafts = [one["ms"]["draft"] for one in reports]
     sizes: list[Any] = [(run.training or {}).get("parameters") for run in group]
-    timed = all(one.baseline is not None for answers in records for one in answers)
-    speed = np.array([_by_dialogue(one, dialogues[0], _speed_terms) for one in records])
+    timed = all(one.baseline is not None for each in records for one in each)
+    timed = timed and not differing(reports, SAME_TIMES)
+    speed = np.array([_by_dialogue(one, dialogues, _speed_terms) for one in records])
     return SeedRow(
         name=group[0].name,
         seeds=sorted(map(_seed, group)),

@@ -18,7 +18,13 @@ from tests.test_report import SETTING
 
 
 def write_run(
-    folder: Path, seed: int, accepted: int, lr: float = 1e-3, first: int = 0, plain: bool = True
+    folder: Path,
+    seed: int,
+    accepted: int,
+    lr: float = 1e-3,
+    first: int = 0,
+    plain: bool = True,
+    **setting: Any,
 ) -> str:
     """A run whose four answers have two rounds of half a second, with so many drafts accepted."""
     records = [
@@ -41,7 +47,8 @@ def write_run(
         for one in records
     ]  # fmt: skip
     summary = summarise(records, depth=3)
-    save(Report(summary, {}, True, [], None, dict(SETTING), outputs), folder / "eval", "chain")
+    measured = Report(summary, {}, True, [], None, SETTING | setting, outputs)
+    save(measured, folder / "eval", "chain")
     settings = {"run": {"seed": seed, "dir": str(folder)}, "train": {"lr": lr}}
     write_json(folder / "manifest.json", {"config": settings})
     write_json(folder / "training.json", {"parameters": 2e6})
@@ -73,6 +80,9 @@ def test_other_settings_seeds_or_dialogues_are_not_joined(tmp_path: Path) -> Non
     assert rows_of(run) == []
     assert rows_of(run, write_run(tmp_path / "rate", 1, 1, lr=2e-3)) == []
     assert rows_of(run, write_run(tmp_path / "again", 0, 1)) == []
+    assert rows_of(run, write_run(tmp_path / "deeper", 1, 1, depth=5)) == []
+    assert rows_of(run, write_run(tmp_path / "warm", 1, 1, temperature=1.0)) == []
+    assert rows_of(run, write_run(tmp_path / "longer", 1, 1, max_new_tokens=9)) == []
     assert rows_of(run, write_run(tmp_path / "text", 1, 1, first=1)) == []
     other = write_run(tmp_path / "b", 1, 1)
     assert len(rows_of(run, other)) == 1
@@ -83,6 +93,17 @@ def test_other_settings_seeds_or_dialogues_are_not_joined(tmp_path: Path) -> Non
 def test_without_a_baseline_there_is_tau_alone(tmp_path: Path) -> None:
     (row,) = rows_of(*(write_run(tmp_path / f"{i}", i, 1, plain=False) for i in range(2)))
     assert (row.tau, row.speedup, row.speedup_95) == (2.0, None, None)
+
+
+def test_times_of_other_machines_have_no_speedup(tmp_path: Path) -> None:
+    (row,) = rows_of(*(write_run(tmp_path / f"{i}", i, 1, threads=i + 1) for i in range(2)))
+    assert (row.tau, row.speedup) == (2.0, None)
+
+
+def test_a_repeated_seed_counts_once(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, seed, 1) for name, seed in (("a", 0), ("b", 1), ("c", 1))]
+    (row,) = rows_of(*runs)
+    assert row.seeds == [0, 1]
 
 
 def test_equal_seeds_have_the_interval_of_the_dialogues() -> None:

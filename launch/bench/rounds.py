@@ -140,9 +140,8 @@ def _round_parts(
 
 def _per_round(outputs: Sequence[Output]) -> dict[str, float]:
     """Return tau, and mean milliseconds per round; RunError: there was none."""
+    _require_rounds(outputs)
     count = sum(out.rounds for out in outputs)
-    if count == 0:
-        raise RunError("Every answer ended with its first token.", "Use a larger limit or tokens.")
     parts = {p: 1000 * sum(getattr(out.times, p) for out in outputs) / count for p in PARTS}
     whole = 1000 * sum(out.times.rounds for out in outputs) / count
     tau = sum(len(out.ids) - 1 for out in outputs) / count
@@ -151,4 +150,10 @@ def _per_round(outputs: Sequence[Output]) -> dict[str, float]:
 
 def tokens_per_second(outputs: Sequence[Output]) -> float:
     """Return the tokens after the first of each answer over the seconds of the rounds."""
+    _require_rounds(outputs)
     return sum(len(out.ids) - 1 for out in outputs) / sum(out.times.rounds for out in outputs)
+
+
+def _require_rounds(outputs: Sequence[Output]) -> None:
+    if not any(out.rounds for out in outputs):
+        raise RunError("Every answer ended with its first token.", "Use a larger limit or tokens.")

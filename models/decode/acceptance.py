@@ -4,7 +4,8 @@ For every depth the conditional probability that the token there is accepted, gi
 it were: levels behind the first rejection say nothing and are left out, never counted as rejected.
 Two estimates:
 
-    mean(depth)               before the drafter has run; of this request, shrunk to that of all
+    mean(depth)               before the drafter has run; of this request, shrunk to that of all;
+                              a level that is not submitted counts with what `given` says of it
     given(depth, confidence)  after it, from the drafter's confidence; bins of all requests,
                               corrected by one offset in log-odds of this request
 
@@ -65,6 +66,7 @@ class Acceptance:
             drawn: tokens are drawn from the drafter's rows, and accepted with the overlap of these
                 and the target's: the confidence says nothing of it until labels do.
         """
+        self.drawn = drawn
         self.levels = [_guess(FIRST) for _ in range(DEPTHS)]
         bins = [AFRESH if drawn else (i + 0.5) / BINS for i in range(BINS)]
         self.bins = [[_guess(middle, weight) for middle in bins] for _ in range(DEPTHS)]

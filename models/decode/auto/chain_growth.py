@@ -41,6 +41,7 @@ class ChainGrowth:
         below: what levels below the last computed one add at best (`_future`).
         confidences: per submitted level and request (`DraftContext.log_confidence`).
         logits: per submitted level.
+        unsubmitted: per request, the confidences of a last level that was computed in vain.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class ChainGrowth:
         self.kind, self.steps = draft, 0
         self._means: list[list[float]] = []  # with optimism, per level and request
         self.confidences, self.logits = list[list[float]](), list[Tensor]()
+        self.unsubmitted: Sequence[float] = ()
+        self.optimism = OPTIMISM / len(requests) ** 0.5  # of their sum
 
     def propose(self, context: DraftContext) -> Draft:
         """Draft; the first level is always computed."""
@@ -77,6 +80,7 @@ class ChainGrowth:
             log_q = logits.float().log_softmax(-1)
             confidences = context.log_confidence(log_q).exp().flatten().tolist()
             if not self.submits(depth + 1, confidences):
+                self.unsubmitted = confidences
                 break
             ids.append(next_token(context, logits, rows if is_sampled else None))
             self.confidences.append(confidences)
@@ -121,7 +125,7 @@ class ChainGrowth:
         while len(self._means) < level:
             depth = len(self._means) + 1
             self._means.append([
-                one.mean(depth, OPTIMISM) if depth <= limit else 0.0
+                one.mean(depth, self.optimism) if depth <= limit else 0.0
                 for one, limit in zip(self.requests, self.limits, strict=True)
             ])  # fmt: skip
         return self._means[level - 1]

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.auto.choice import (
@@ -19,7 +20,7 @@ from outrider.models.decode.auto.choice import (
     tree_shapes_of,
 )
 from outrider.models.decode.auto.outcomes import Round
-from outrider.models.decode.costs.live_costs import LiveCosts
+from outrider.models.decode.costs.live_costs import READ, LiveCosts
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
 from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
@@ -28,6 +29,7 @@ LONGEST_WAIT = 256  # plain rounds before a draft is tried again
 LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain has cost more
 REFRESH = 64  # rounds with drafts, of which one is plain
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
+TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 64  # rounds over which reading missed rows is spread, at most
 MARGIN = 1.02  # gain from which drafting begins again
 STILL = 8  # rounds without time after which the clock counts as stopped
@@ -42,14 +44,20 @@ class Situation:
     Attributes:
         rooms: per request, the deepest useful draft token.
         context: mean length of the texts.
-        waiting: rows that the drafter has missed, beyond those of an ordinary round.
+        waiting: per request, rows that the drafter has missed, beyond those of an ordinary round.
     """
 
     estimates: Sequence[RequestAcceptance]
     rooms: Sequence[int]
     costs: ChainCosts
     context: int
-    waiting: int
+    waiting: Sequence[int]
+
+    @property
+    def read_per_round(self) -> float:
+        """Missed rows per round, if each request reads its own over the rounds it has left."""
+        rooms = (max(1, min(AMORTISED, room)) for room in self.rooms)
+        return sum(rows / room for rows, room in zip(self.waiting, rooms, strict=True))
 
 
 @dataclass
@@ -73,7 +81,6 @@ class Controller:
         self._plain_rounds = self._since_plain = self._wait = self._failures = 0
         self._off = self._probed = self._drafted = False
         self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
-        self.row_seconds: float | None = None  # of reading a missed row, once measured in rounds
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
 
@@ -90,6 +97,7 @@ class Controller:
             most = self._first_wait(plain)
             self._failures = min(self._failures, most.bit_length() - 1)
             self._wait = min(self._wait, most)
+        self._tree_age = TREE_ROUNDS
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
@@ -123,8 +131,7 @@ class Controller:
         deepest = len(now.costs.draft) - 1
         if deepest < 1:
             return plain._replace(why=LAST)
-        reading = self._reading(now)
-        choices = self._candidates(now, plain, deepest, reading)
+        choices = self._candidates(now, plain, deepest)
         best = max(choices, key=lambda one: one.rate)
         plain = plain._replace(gain=best.gain)
         self._turn(best.gain)
@@ -134,11 +141,12 @@ class Controller:
             self._wait -= 1
             return plain._replace(why=OFF)
         if self._off:
-            choices = self._candidates(now, plain, deepest, reading, optimism=1.0)
-        allowed = [one for one in choices if self.allows(one.shape, one.seconds, now)]
+            choices = self._candidates(now, plain, deepest, optimism=1.0)
+        spread = now.read_per_round * self.costs.read_seconds
+        allowed = [one for one in choices if self.allows(one.shape, one.seconds - spread, now)]
         best = max(allowed, key=lambda one: one.rate, default=plain)
         if best is plain or not (self._off or best.gain > 1):
-            self._hold(now, choices, reading)
+            self._hold(now, choices, spread)
             return plain._replace(why=HELD)
         return best._replace(why=PROBE if self._off else PAYS)
 
@@ -147,51 +155,48 @@ class Controller:
         if not self._off and gain < 1:
             self._off, self._wait = True, 2**self._failures
         elif self._off and self._probed and gain > MARGIN:
-            self._off, self._failures, self._wait = False, 0, 0
+            self._off, self._failures, self._wait = False, self._failures // 2, 0
         elif self._off and self._probed:
             self._failures += 1
             self._wait = min(2**self._failures, LONGEST_WAIT)
         self._probed = False
 
-    def _hold(self, now: Situation, choices: Sequence[Choice], reading: float) -> None:
+    def _hold(self, now: Situation, choices: Sequence[Choice], spread: float) -> None:
         """Wait until plain rounds have earned the cheapest draft."""
         self.ledger.refused += 1
         plain = now.costs.total(0)
-        extra = min(self._worst(one.shape, one.seconds, reading) for one in choices) - plain
+        extra = min(self._extra(one.shape, one.seconds - spread, now) for one in choices)
         missing = self.ledger.missing(extra) / max(self.eps * plain, 1e-12)
         self._wait = min(LONGEST_WAIT, max(1, math.ceil(missing))) - 1
 
-    def _worst(self, shape: DraftShape, seconds: float, reading: float) -> float:
-        return seconds * self.costs.upper(shape) + reading
+    def _extra(self, shape: DraftShape, seconds: float, now: Situation) -> float:
+        """Return the seconds by which few rounds of this shape exceed a plain one, with reading."""
+        reading = sum(now.waiting) * self.costs.read_seconds
+        return seconds * self.costs.upper(shape) + reading - now.costs.total(0)
 
     def allows(self, shape: DraftShape, seconds: float, now: Situation) -> bool:
         """Return whether the ledger allows a round, even if nothing is accepted."""
-        extra = self._worst(shape, seconds, self._reading(now)) - now.costs.total(0)
-        return self.ledger.missing(extra) <= 0
-
-    def _reading(self, now: Situation) -> float:
-        """Return the seconds of reading the missed rows."""
-        row = self.row_seconds
-        return now.waiting * (self.costs.read_seconds if row is None else row)
+        return self.ledger.missing(self._extra(shape, seconds, now)) <= 0
 
     def _candidates(
-        self, now: Situation, plain: Choice, deepest: int, reading: float, optimism: float = 0.0
+        self, now: Situation, plain: Choice, deepest: int, optimism: float = 0.0
     ) -> list[Choice]:
-        spread = reading / max(1, min(AMORTISED, *now.rooms))
+        spread = now.read_per_round * self.costs.read_seconds
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, spread)
         if self.budget > deepest and not optimism:
-            choices += self._tree_choices(now, plain, deepest, spread)
+            choices += self._tree_choices(now, plain, tokens, spread)
         return choices
 
     def _tree_choices(
-        self, now: Situation, plain: Choice, deepest: int, spread: float
+        self, now: Situation, plain: Choice, chains: Sequence[float], spread: float
     ) -> list[Choice]:
-        batch = len(now.rooms)
+        """Return a choice per tree; `chains` are the tokens of chains of 0, 1, .. tokens."""
+        batch, deepest = len(now.rooms), len(chains) - 1
         self._tree_age += 1
         if self._tree_age > TREE_ROUNDS:
-            levels = range(1, deepest + 1)
-            first = [sum(one.mean(d) for one in now.estimates) / batch for d in levels]
+            survivals = [chains[0], *(b - a for a, b in pairwise(chains))]
+            first = [b / a if a else 0.0 for a, b in pairwise(survivals)]
             self._trees = tree_shapes_of(self.shared, first, self.width, self.budget)
             self._tree_age = 0
         choices = []
@@ -213,10 +218,10 @@ class Controller:
         """
         drafts, kind = last.shape.depth > 0, last.shape.kind
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
-        if rows:
-            self.row_seconds = reading / rows
-        extra = reading if drafts else last.own + reading  # deciding is part of a round's time
+        extra = reading if drafts else last.own  # deciding is part of a drafted round's time
         seconds = self.costs.observe(kind, last.table, last.seconds - extra)
+        if rows and self.costs.times.read:
+            extra = self.costs.observe(READ, rows * self.costs.times.read / 1000, reading)
         if self.costs.still == STILL:
             warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
@@ -231,8 +236,9 @@ class Controller:
                 last.restart()
             last.teach()
             if last.tree is not None:
-                ratio = (last.tokens - len(last.requests)) / max(
-                    last.choice.tokens - len(last.requests), 1e-9
-                )
-                self._tree_bias *= 1 + 0.05 * (min(ratio, 3.0) - 1)
+                expected = max(last.choice.tokens - len(last.requests), 1e-9)
+                ratio = (last.tokens - len(last.requests)) / expected
+                self._tree_bias *= 1 + TREE_STEP * (ratio - 1)
                 self._tree_bias = min(max(self._tree_bias, 0.3), 3.0)
+            else:  # so that trees that did badly are tried again
+                self._tree_bias += TREE_RETURN * (1 - self._tree_bias)

@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.models.decode.acceptance import RANKS, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, chain_shape, describe
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
-from outrider.models.decode.request import ActiveRequest
+from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.decode.tree import Tree
 from outrider.models.drafting.vocab import DraftVocab
 
@@ -23,7 +23,7 @@ class Round:
         table: seconds of the drafted shape by the measured table alone.
         own: seconds of the controller itself.
         drafted: the chain that the drafter has computed, which may end earlier or later.
-        confidences, logits: of a chain, per submitted level (`ChainGrowth`).
+        confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
         tree: of a round that drafted a tree.
         vocab: the drafter's.
         overlaps: per request and level of a chain, the probability that its token is accepted,
@@ -40,6 +40,7 @@ class Round:
     drafted: DraftShape | None = None
     confidences: Sequence[Sequence[float]] = ()
     logits: Sequence[Tensor] = ()
+    unsubmitted: Sequence[float] = ()
     tree: Tree | None = None
     overlaps: Sequence[Sequence[float]] = ()
 
@@ -88,13 +89,17 @@ class Round:
             return
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
             accepted, drafted = one.out.accepted[-1], one.out.drafted[-1]
-            cut = bool(one.out.stop_reason)  # then the end of the text hides the next level
+            # a text that ends within its draft hides the next level
+            cut = bool(one.out.stop_reason) and one.out.origins[-1] == ACCEPTED
             reached = min(accepted if cut else accepted + 1, drafted, len(self.confidences))
             for level in range(reached):
                 label = float(level < accepted)
                 if self.overlaps:
                     label = self.overlaps[slot][level]
                 estimate.add(level + 1, label, self.confidences[level][slot])
+            if self.unsubmitted and accepted == drafted == len(self.confidences) and not cut:
+                level = drafted + 1
+                estimate.add(level, estimate.given(level, self.unsubmitted[slot]))
             if accepted < drafted and not cut and not self.overlaps:
                 self._teach_rank(slot, accepted, one.out.ids[-1], estimate)
 
@@ -127,7 +132,8 @@ class Round:
                     break
                 node = next((i for i in children if ids[i] == token), None)
                 rank = None if node is None else children.index(node)
-                estimate.add(depth, float(rank == 0))
+                if not estimate.shared.drawn:  # else the means are those of drawn tokens
+                    estimate.add(depth, float(rank == 0))
                 estimate.shared.add_rank(rank, len(children))
                 if node is None:
                     break

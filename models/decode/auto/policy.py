@@ -112,8 +112,7 @@ class Auto:
             self.budget = min(self.budget, self.depth)
         if self._drafter is None or self._drafter.inner is not drafter:
             self.controller = None  # its costs are those of another drafter
-            calibrated = drafter.calibration is not None and self.draft == BEST
-            self._weight = CALIBRATED if calibrated else GUESSED
+            self._weight = GUESSED if drafter.calibration is None else CALIBRATED
             self._acceptance.clear()
         self._drafter = DeferredDrafter(drafter, self.settle)
         return self._drafter
@@ -124,11 +123,11 @@ class Auto:
         self._device = target.device
         rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
         known = None if self.controller is None else self.controller.costs
-        if known is not None and covers(known.times, slots, rows):
-            return
         deepest = min(self.depth, self._drafter.max_depth)
         nodes = self.budget if self.budget > deepest else deepest
         shape = (deepest, self.width, nodes)
+        if known is not None and covers(known.times, slots, rows, shape):
+            return
         times, note = read_or_measure(target, self._drafter.inner, self.file, slots, rows, shape)
         self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
@@ -192,7 +191,7 @@ class Auto:
         deepest = max(0, min(self.depth, context.max_depth, max(context.depth_limits)))
         costs = ChainCosts.of(control.costs, len(requests), length, deepest)
         states: Sequence[Deferred] = context.states  # type: ignore[assignment]
-        waiting = sum(max(0, state.rows - ABSORBED_ROWS) for state in states)
+        waiting = [max(0, state.rows - ABSORBED_ROWS) for state in states]
         control.shared = self._shared(drawn=self.draft != BEST and not context.sampling.greedy)
         estimates = [_estimate(one, control.shared) for one in requests]
         now = Situation(estimates, context.depth_limits, costs, length, waiting)
@@ -247,7 +246,11 @@ class Auto:
         rate = max(choice.rate, choice.rate / choice.gain)
         if choice.shape.kind == "tree":
             draft = self._tree(now, choice, rate).propose(context)
-            last.tree, levels = draft.tree, draft.tree.levels
+            levels = draft.tree.levels
+            if not levels:  # the drafter abstained at once
+                last.drafted = chain_shape(1)
+                return draft
+            last.tree = draft.tree
             expanded = choice.shape.parents[:levels]
             last.drafted = DraftShape(levels, draft.tree.size - 1, expanded)
             return draft
@@ -260,6 +263,7 @@ class Auto:
         growth = self.growth(now.estimates, now.costs, rate, deepest, self.draft, least)
         draft = growth.propose(context)
         last.confidences, last.logits = growth.confidences, growth.logits
+        last.unsubmitted = growth.unsubmitted
         last.drafted = chain_shape(max(1, growth.steps))
         return draft
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from outrider.models.decode.costs.round_costs import DraftShape, MeasuredTimes
 
-KINDS = ("plain", "chain", "tree")
+READ = "read"  # rows that the drafter has missed
+KINDS = ("plain", "chain", "tree", READ)
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 JUMP, JUMP_SECONDS = 20.0, 1.0  # a round this many times and seconds longer was interrupted
 SHORTEST = 64  # rows of a context, below which it makes no difference
@@ -34,9 +35,10 @@ class Factor:
     rounds: int = 0
 
     def add(self, ratio: float) -> None:
-        weight = max(MEMORY, 1 / (self.rounds + 1))
-        if self.rounds > 1 / MEMORY:  # one interrupted round must not move an average of many
-            ratio = min(max(ratio, self.value / 2), self.value * 2)
+        weight = max(MEMORY, 1 / (self.rounds + 2))  # the first value counts as a round
+        # one interrupted round must not move an average of many, nor begin one
+        limit = 2 if self.rounds > 1 / MEMORY else 4
+        ratio = min(max(ratio, self.value / limit), self.value * limit)
         distance = abs(ratio / self.value - 1) if self.rounds else self.spread
         self.value = min(max(self.value + weight * (ratio - self.value), SMALLEST), LARGEST)
         self.spread += MEMORY * (min(distance, 1.0) - self.spread)
@@ -90,7 +92,7 @@ class LiveCosts:
     @property
     def read_seconds(self) -> float:
         """Expected seconds per row of reading many rows that the drafter has missed."""
-        return self.factors["plain"].value * self.times.read / 1000
+        return self._factor(READ).value * self.times.read / 1000
 
     def upper(self, shape: DraftShape) -> float:
         """Return the factor on the expected seconds that few rounds of this shape exceed."""
@@ -109,10 +111,13 @@ class LiveCosts:
             seconds: measured.
         """
         expected = table * self._factor(kind).value
-        self.still = self.still + 1 if seconds <= 0 else 0
+        if kind != READ:
+            self.still = self.still + 1 if seconds <= 0 else 0
         interrupted = seconds > JUMP * expected and seconds > expected + JUMP_SECONDS
         if seconds <= 0 or interrupted or not math.isfinite(seconds):
             self.ignored += 1
             return expected
-        self.factors[kind].add(seconds / table)
+        own = self.factors[kind]
+        own.value = self._factor(kind).value  # that of plain rounds, before its first
+        own.add(seconds / table)
         return seconds

@@ -19,14 +19,23 @@ from outrider.models.target.target import Target
 REPEATS = 5
 SHORT = 64  # rows of the short context
 VERIFIED = (2, 3, 5, 9, 17, 33, 65)  # tokens of a forward
-BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated
+BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated,
+LEAST_TOKENS = 9  # but of each prompt at least as many as those of an ordinary chain
 BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
 
 
-def covers(times: MeasuredTimes, slots: int, rows: int) -> bool:
-    """Return whether times may be used for batches of `slots` requests of `rows` rows."""
+def covers(times: MeasuredTimes, slots: int, rows: int, shape: tuple[int, int, int]) -> bool:
+    """Return whether times may be used for batches of `slots` requests of `rows` rows.
+
+    Args:
+        shape: depth, width and nodes of the largest draft.
+    """
     batches, contexts = times.target.axes["batch"], times.target.axes["context"]
-    return batches[-1] >= slots and BEYOND * contexts[-1] >= rows
+    drafts, (depth, width, nodes) = times.draft.axes, shape
+    drafted = drafts["depth"][-1] >= depth and drafts["width"][-1] >= (
+        width if nodes > depth else 1
+    )
+    return drafted and batches[-1] >= slots and BEYOND * contexts[-1] >= rows
 
 
 def read_or_measure(
@@ -46,7 +55,7 @@ def read_or_measure(
     setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
     times, why = read_costs(file, setting)
-    if times is not None and covers(times, slots, rows):
+    if times is not None and covers(times, slots, rows, shape):
         return times, ""
     start = time.perf_counter()
     times = _measure(target, drafter, setting.name, slots, rows, shape)
@@ -70,7 +79,7 @@ def _measure(
     longest = max(1, min(rows, target.shape().max_positions - nodes - 1))
     contexts = sorted({min(SHORT, longest), longest})
     batches = sorted({1, min(4, slots), slots})
-    most = max(2, min(nodes + 1, BATCH_ROWS // slots))
+    most = min(nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
     tokens = sorted({min(count, most) for count in VERIFIED})
     widths = (1, width) if nodes > depth else (1,)
     grid = Grid(sorted({1, min(2, depth), depth}), widths, (), batches, contexts)
