@@ -251,6 +251,31 @@ def test_a_change_of_the_text_is_found(clock: Clock, monkeypatch: pytest.MonkeyP
     assert sum(out.accepted) > 0.5 * (COUNT - 456)  # found within 256 tokens
 
 
+def test_levels_that_are_not_submitted_are_learnt_from(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter is right and certain about every other token, and has no opinion on the rest.
+
+    The second level is not submitted, so that no outcome is seen. Its estimate falls all the same:
+    else it would be drafted in vain in later rounds.
+    """
+    target = timed_target(clock, monkeypatch)
+    plain, _ = plain_answer(target, clock)
+    certain = guesses(plain.ids, PROMPT, lambda n: n % 2 == 1)
+
+    def text(prefix: Text) -> Tensor:
+        row: Tensor = certain(prefix)
+        return row if (len(prefix) - len(PROMPT)) % 2 else 0.01 * row
+
+    drafter = TimedDrafter(text, clock)
+    engine, auto = auto_engine(target, drafter)
+    out = engine.generate(PROMPT, COUNT)
+    assert out.ids == plain.ids
+    assert set(out.choices[50:]) <= {"plain", "chain 1"}
+    assert auto.controller is not None
+    assert auto.controller.shared.levels[1].mean < 0.4
+
+
 @pytest.mark.parametrize("batch", [2, 4])
 def test_the_bound_holds_for_a_batch(
     batch: int, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import torch
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
-from outrider.models.decode.costs.live_costs import JUMP, LiveCosts
+from outrider.models.decode.costs.live_costs import JUMP, READ, LiveCosts
 from outrider.models.decode.costs.round_costs import (
     PLAIN,
     DecodedRound,
@@ -97,7 +97,35 @@ def test_rounds_correct_the_table() -> None:
         costs.observe("chain", 0.005, 0.010)
     assert costs.seconds(PLAIN, 1, 64).total == pytest.approx(0.003)
     table = costs.table_seconds(CHAIN, 1, 64).total
-    assert costs.seconds(CHAIN, 1, 64).total == pytest.approx(2 * table)
+    assert costs.seconds(CHAIN, 1, 64).total == pytest.approx(2 * table, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree", READ])
+def test_one_slow_round_at_first_changes_little(kind: str) -> None:
+    """Such as one that allocates, or that the machine has interrupted."""
+    costs = LiveCosts(TIMES)
+    costs.observe("plain", 0.005, 0.005)
+    costs.observe(kind, 0.005, 0.5)
+    assert costs.factors[kind].value <= 2.5
+    for _ in range(10):
+        costs.observe(kind, 0.005, 0.005)
+    assert costs.factors[kind].value < 1.3
+
+
+def test_other_kinds_begin_as_plain_rounds() -> None:
+    """On a machine that is half as fast as when it was measured."""
+    costs = LiveCosts(TIMES)
+    for _ in range(40):
+        costs.observe("plain", 0.003, 0.006)
+    costs.observe("tree", 0.005, 0.01)
+    assert costs.factors["tree"].value == pytest.approx(2, rel=0.02)
+
+
+def test_a_table_covers_drafts_of_its_size() -> None:
+    assert measurement.covers(TIMES, 4, 256, (4, 4, 4))
+    assert not measurement.covers(TIMES, 4, 256, (5, 4, 5))
+    assert not measurement.covers(TIMES, 4, 256, (4, 4, 8)), "its drafts are one node wide"
+    assert not measurement.covers(TIMES, 5, 256, (4, 4, 4))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 * JUMP + 1.1])
