@@ -43,6 +43,11 @@ def test_half_of_the_rows_are_trained_at_every_depth(name: str) -> None:
     assert trained == [2 * 12, 2 * (12 if name == "eagle3" else 11)]
 
 
+def test_the_number_of_layers_is_an_option() -> None:
+    drafter = build_case(replace(SMALL, layers=3), 2, "fp32", "fast", "dspark").objective.drafter
+    assert len(drafter.get_submodule("layers")._modules) == 3
+
+
 @pytest.mark.slow
 def test_result_is_written_with_the_machine(tmp_path: Path) -> None:
     console = Console(record=True, width=120)

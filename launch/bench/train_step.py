@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
-from outrider.conf.fields import option
+from outrider.conf.fields import COUNT0, option
 from outrider.conf.options import parse_words
 from outrider.launch.bench import common
 from outrider.models import drafters
@@ -60,6 +60,7 @@ class Options:
     drafters: tuple[str, ...] = option(("eagle3",), "drafters to compare")
     depths: tuple[int, ...] = option((3, 7), "draft depths", "[1, 1024]")
     precision: tuple[Precision, ...] = option(("fp32", "bf16"), "precisions of a step")
+    layers: int = option(0, "of drafters that have this setting; 0: their own default", COUNT0)
     paths: tuple[Path, ...] = option(("recorded", "fast", "reference"), "paths to compare")
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ def build_case(
     )  # fmt: skip
     ends = _Ends(shape, dtype)
     draft_ids = torch.randperm(options.vocab)[: options.draft_vocab].sort().values
-    cfg, slow = _settings(name, depths, path), path == "reference"
+    cfg, slow = _settings(options, name, depths, path), path == "reference"
     taps = drafters.check(cfg, shape)
     vocab = DraftVocab(draft_ids, options.vocab)
     drafter = drafters.drafter_class(name)(cfg, ends, vocab, taps)
@@ -148,12 +149,13 @@ def build_case(
     return Case(objective, trace, precision)
 
 
-def _settings(name: str, depths: int, path: Path) -> Any:
-    """Return a drafter's default settings, with this depth and every supervised row trained."""
+def _settings(options: Options, name: str, depths: int, path: Path) -> Any:
+    """Return a drafter's settings, with this depth and every supervised row trained."""
     kind: Any = drafters.config_class(name)
     known = {field.name for field in dataclasses.fields(kind)}
     attention = "reference" if path == "reference" else "fast"
     wanted = {"depths": depths, "attention": attention, **EVERY_ROW}
+    wanted |= {"layers": options.layers} if options.layers else {}
     return kind(name=name, **{key: value for key, value in wanted.items() if key in known})
 
 

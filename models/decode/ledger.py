@@ -12,10 +12,13 @@ never lowers T_plain. So at every time
 
 for every text and any acceptance, up to the error of C_plain. L is kept above -CREDIT plain steps,
 so that earlier savings are not spent later; this only tightens the bound. In a batch the bound is
-that of the throughput of the batch.
+that of the throughput of the batch, at its own composition: tokens are worth what plain decoding of
+the requests that are left would take. Requests whose drafts are accepted end earlier, and the
+others go on in a smaller batch than plain decoding has at that time.
 
 Seconds that a plain decoder does not spend, such as reading missed rows or deciding what to draft,
-are part of T_real. Reading the prompt is part of both.
+are part of T_real. Reading the prompt is part of both. Deciding takes time in plain rounds too: if
+it takes more than eps of a step, L grows without a draft.
 """
 
 from dataclasses import asdict, dataclass
