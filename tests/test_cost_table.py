@@ -89,6 +89,19 @@ def test_beyond_the_grid_the_last_segment_goes_on() -> None:
     assert at(extrapolate=True, tokens=-100, batch=1, context=64) == min(TIMES.target.ms.values())
 
 
+def test_more_tokens_than_measured_cost_at_least_their_rows_in_a_batch() -> None:
+    """One request reads nine tokens as fast as five; in a batch of 16, a row takes 0.2 ms."""
+    ms: dict[tuple[int, ...], float] = {
+        (n, b, 64): 7.0 if b == 1 else 7 + 0.2 * 16 * n for n in (1, 5, 9) for b in (1, 16)
+    }
+    grid = TimeGrid({"tokens": (1, 5, 9), "batch": (1, 16), "context": (64,)}, ms)
+    times = replace(TIMES, target=grid, decoded={})
+    tree = DraftShape(4, 32, (1, 4, 4, 4))
+    assert times.forwards_only(tree, 1, 64, True).target == pytest.approx(7 + 0.2 * 24)
+    assert times.forwards_only(tree, 16, 64, True).target == pytest.approx(7 + 0.2 * 16 * 33)
+    assert times.forwards_only(CHAIN, 1, 64, True).target == 7
+
+
 def test_rounds_correct_the_table() -> None:
     """Rounds that take twice the table's time double what is expected, of their kind alone."""
     costs = LiveCosts(TIMES)

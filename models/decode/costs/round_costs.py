@@ -192,7 +192,23 @@ class MeasuredTimes:
         size = {"width": shape.width, "depth": shape.depth}
         draft = self.draft.at(extrapolate, **size, **setting) if shape.depth else 0.0
         target = self.target.at(extrapolate, tokens=shape.nodes + 1, **setting)
-        return RoundCost(draft, target, 0.0)
+        return RoundCost(draft, max(target, self._beyond(shape.nodes + 1, batch, context)), 0.0)
+
+    def _beyond(self, tokens: int, batch: int, context: int) -> float:
+        """Return the least time of more tokens than were measured: with those of the largest batch.
+
+        A few rows more of one request cost next to nothing, many rows cost what they cost in a
+        batch. 0 within the grid.
+        """
+        *_, most = points = self.target.axes["tokens"]
+        if tokens <= most or len(points) < 2:
+            return 0.0
+        largest, setting = self.target.axes["batch"][-1], {"batch": batch, "context": context}
+        before, last = (
+            self.target.at(True, tokens=n, **setting | {"batch": largest}) for n in points[-2:]
+        )
+        row = max(0.0, last - before) / (largest * (most - points[-2]))
+        return self.target.at(True, tokens=most, **setting) + row * batch * (tokens - most)
 
     def fields(self) -> dict[str, Any]:
         decoded = {batch: [r.fields() for r in rounds] for batch, rounds in self.decoded.items()}
