@@ -39,6 +39,8 @@ NOTES = {  # (format, drafter), or a format with all others -> what to know firs
     "class for them.",
 }
 NOTES["qwen3_next"] = NOTES["deepseek"]
+for _name in ("dflash", "dspark", "p_eagle"):
+    NOTES["speculators", _name] = NOTES["speculators", "eagle3"]
 MERGE = """python -c "
 from pathlib import Path
 from outrider.models.formats.mtp_merge import merge_into_target
