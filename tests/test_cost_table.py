@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.models.decode.auto.choice import chain_shape
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
-from outrider.models.decode.costs.live_costs import JUMP, READ, LiveCosts
+from outrider.models.decode.costs.live_costs import FIRST_LEVEL, JUMP, READ, LiveCosts
 from outrider.models.decode.costs.round_costs import (
     PLAIN,
     DecodedRound,
@@ -105,11 +106,12 @@ def test_more_tokens_than_measured_cost_at_least_their_rows_in_a_batch() -> None
 def test_rounds_correct_the_table() -> None:
     """Rounds that take twice the table's time double what is expected, of their kind alone."""
     costs = LiveCosts(TIMES)
+    table = costs.table_seconds(CHAIN, 1, 64).total
+    levels = table - costs.table_seconds(FIRST_LEVEL, 1, 64).total
     for _ in range(40):
         costs.observe("plain", 0.003, 0.003)
-        costs.observe("chain", 0.005, 0.010)
+        costs.observe("chain", table, 2 * table, levels)
     assert costs.seconds(PLAIN, 1, 64).total == pytest.approx(0.003)
-    table = costs.table_seconds(CHAIN, 1, 64).total
     assert costs.seconds(CHAIN, 1, 64).total == pytest.approx(2 * table, rel=0.02)
 
 
@@ -123,6 +125,18 @@ def test_one_slow_round_at_first_changes_little(kind: str) -> None:
     for _ in range(10):
         costs.observe(kind, 0.005, 0.005)
     assert costs.factors[kind].value < 1.3
+
+
+def test_rounds_correct_what_a_level_adds() -> None:
+    """A first level costs what the table says, and each further one half of it."""
+    costs = LiveCosts(TIMES)
+    table = [costs.table_seconds(chain_shape(d), 1, 64).total for d in range(5)]
+    true = [0.0, *(table[1] + 0.5 * (at - table[1]) for at in table[1:])]
+    for i in range(400):
+        depth = (1, 3, 2, 4)[i % 4]
+        costs.observe("chain", table[depth], true[depth], table[depth] - table[1])
+    found = [costs.seconds(chain_shape(d), 1, 64).total for d in range(1, 5)]
+    assert found == pytest.approx(true[1:], rel=0.05)
 
 
 def test_other_kinds_begin_as_plain_rounds() -> None:

@@ -30,7 +30,7 @@ from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft, chain_draft, next_token, root_index
 from outrider.models.decode.rules.rule_table import SAMPLED_DRAFTS
 
-OPTIMISM = 1.0  # standard errors on deeper levels: those that are seldom drafted are tried
+OPTIMISM = 1.0  # standard errors of each request: levels that are seldom drafted are tried
 
 
 class ChainGrowth:
@@ -60,7 +60,6 @@ class ChainGrowth:
         self._means: list[list[float]] = []  # with optimism, per level and request
         self.confidences, self.logits = list[list[float]](), list[Tensor]()
         self.unsubmitted: Sequence[float] = ()
-        self.optimism = OPTIMISM / len(requests) ** 0.5  # of their sum
 
     def propose(self, context: DraftContext) -> Draft:
         """Draft; the first level is always computed."""
@@ -125,7 +124,7 @@ class ChainGrowth:
         while len(self._means) < level:
             depth = len(self._means) + 1
             self._means.append([
-                one.mean(depth, self.optimism) if depth <= limit else 0.0
+                one.mean(depth, OPTIMISM) if depth <= limit else 0.0
                 for one, limit in zip(self.requests, self.limits, strict=True)
             ])  # fmt: skip
         return self._means[level - 1]

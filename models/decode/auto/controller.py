@@ -219,7 +219,7 @@ class Controller:
         drafts, kind = last.shape.depth > 0, last.shape.kind
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
         extra = reading if drafts else last.own  # deciding is part of a drafted round's time
-        seconds = self.costs.observe(kind, last.table, last.seconds - extra)
+        seconds = self.costs.observe(kind, last.table, last.seconds - extra, last.levels)
         if rows and self.costs.times.read:
             extra = self.costs.observe(READ, rows * self.costs.times.read / 1000, reading)
         if self.costs.still == STILL:

@@ -21,6 +21,7 @@ class Round:
         choice: what was planned.
         plain: expected seconds of a plain round in its place.
         table: seconds of the drafted shape by the measured table alone.
+        levels: the part of `table` that levels of a chain below the first add.
         own: seconds of the controller itself.
         drafted: the chain that the drafter has computed, which may end earlier or later.
         confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
@@ -36,6 +37,7 @@ class Round:
     plain: float
     vocab: DraftVocab | None = None
     table: float = 0.0
+    levels: float = 0.0
     own: float = 0.0
     drafted: DraftShape | None = None
     confidences: Sequence[Sequence[float]] = ()

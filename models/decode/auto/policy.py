@@ -205,9 +205,10 @@ class Auto:
 
     def _record(self, control: Controller, last: Round, length: int) -> None:
         """Keep a round until its outcome is known."""
-        seconds = control.costs.table_seconds
-        last.table = seconds(last.shape, len(last.requests), length).draft
-        last.table += seconds(last.verified, len(last.requests), length).other
+        last.table = _table_seconds(control.costs, last, length, last.shape, last.verified)
+        if last.shape.kind == "chain" and last.tree is None:
+            first = chain_shape(1), chain_shape(min(1, last.verified.depth))
+            last.levels = last.table - _table_seconds(control.costs, last, length, *first)
         for one in last.requests:
             one.out.choices.append(last.label)
             one.out.gains.append(last.choice.gain)
@@ -280,6 +281,15 @@ class Auto:
     def _note_overlaps(self, overlaps: Sequence[Sequence[float]]) -> None:
         if self._round is not None:
             self._round.overlaps = overlaps
+
+
+def _table_seconds(
+    costs: LiveCosts, last: Round, length: int, drafted: DraftShape, verified: DraftShape
+) -> float:
+    """Return the table's seconds of a round that drafts and verifies these shapes."""
+    parts = (costs.table_seconds(s, len(last.requests), length) for s in (drafted, verified))
+    draft, other = (part[i] for i, part in enumerate(parts))
+    return draft + other
 
 
 def _estimate(one: ActiveRequest, shared: Acceptance) -> RequestAcceptance:

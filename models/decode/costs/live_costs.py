@@ -1,7 +1,9 @@
 """Expected seconds of a round: a measured table, corrected by the times of the rounds themselves.
 
 One factor per kind of round (plain, chain, tree) carries what the table lacks: the decoder's own
-share, the processor's caches between forwards, and the drift of the machine. Contexts are rounded
+share, the processor's caches between forwards, and the drift of the machine. Chains have a second
+factor for what levels below the first add: with one alone, a table whose levels are too dear would
+keep chains at one token, and rounds of one token could not correct it. Contexts are rounded
 to halves of an octave, so that a round is looked up and seldom interpolated.
 
 A measured time is not used, and the table's is, where the clock has stood still or gone back, or
@@ -10,13 +12,16 @@ where it is so long that the process was stopped.
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.models.decode.costs.round_costs import DraftShape, MeasuredTimes
 
 READ = "read"  # rows that the drafter has missed
-KINDS = ("plain", "chain", "tree", READ)
+LEVELS = "levels"  # of a chain below the first
+KINDS = ("plain", "chain", "tree", READ, LEVELS)
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 JUMP, JUMP_SECONDS = 20.0, 1.0  # a round this many times and seconds longer was interrupted
+FIRST_LEVEL = DraftShape(1, 1, (1,))
 SHORTEST = 64  # rows of a context, below which it makes no difference
 SMALLEST, LARGEST = 0.1, 10.0  # of a factor
 
@@ -45,8 +50,7 @@ class Factor:
         self.rounds += 1
 
 
-@dataclass(frozen=True)
-class RoundSeconds:
+class RoundSeconds(NamedTuple):
     """Expected seconds of a round of the batch: of the drafter's part and of all others."""
 
     draft: float
@@ -85,9 +89,16 @@ class LiveCosts:
 
     def seconds(self, shape: DraftShape, batch: int, context: int) -> RoundSeconds:
         """Return the expected seconds."""
-        factor = self._factor(shape.kind)
-        table = self.table_seconds(shape, batch, context)
-        return RoundSeconds(factor.value * table.draft, factor.value * table.other)
+        factor = self._factor(shape.kind).value
+        draft, other = self.table_seconds(shape, batch, context)
+        if shape.kind != "chain":
+            return RoundSeconds(factor * draft, factor * other)
+        first = self.table_seconds(FIRST_LEVEL, batch, context)
+        levels = self._factor(LEVELS).value
+        return RoundSeconds(
+            factor * first.draft + levels * (draft - first.draft),
+            factor * first.other + levels * (other - first.other),
+        )
 
     @property
     def read_seconds(self) -> float:
@@ -103,21 +114,26 @@ class LiveCosts:
         own = self.factors[kind]
         return own if own.rounds else self.factors["plain"]
 
-    def observe(self, kind: str, table: float, seconds: float) -> float:
+    def observe(self, kind: str, table: float, seconds: float, levels: float = 0.0) -> float:
         """Refresh a factor by a round; return the seconds that count for it.
 
         Args:
             table: the table's seconds of the round.
             seconds: measured.
+            levels: the part of `table` that a chain's levels below the first add.
         """
-        expected = table * self._factor(kind).value
+        first = table - levels
+        expected = first * self._factor(kind).value + levels * self._factor(LEVELS).value
         if kind != READ:
             self.still = self.still + 1 if seconds <= 0 else 0
         interrupted = seconds > JUMP * expected and seconds > expected + JUMP_SECONDS
         if seconds <= 0 or interrupted or not math.isfinite(seconds):
             self.ignored += 1
             return expected
-        own = self.factors[kind]
-        own.value = self._factor(kind).value  # that of plain rounds, before its first
-        own.add(seconds / table)
+        error, size = seconds - expected, first**2 + levels**2  # the least change that explains it
+        for name, part in ((kind, first), (LEVELS, levels)):
+            if part:
+                own = self.factors[name]
+                own.value = self._factor(name).value  # that of plain rounds, before its first
+                own.add(own.value + error * part / size)
         return seconds
