@@ -40,7 +40,7 @@ class Factor:
     rounds: int = 0
 
     def add(self, ratio: float) -> None:
-        weight = max(MEMORY, 1 / (self.rounds + 2))  # the first value counts as a round
+        weight = max(MEMORY, 1 / (self.rounds + 1))
         # one interrupted round must not move an average of many, nor begin one
         limit = 2 if self.rounds > 1 / MEMORY else 4
         ratio = min(max(ratio, self.value / limit), self.value * limit)
