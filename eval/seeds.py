@@ -9,6 +9,7 @@ Shape letters: S seeds, D dialogues, K terms.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from outrider.eval.metrics import Record, crossed_bootstrap, ratio
 from outrider.eval.report import format_number, load
 from outrider.eval.report_tables import narrow_table
 from outrider.eval.run_results import RunResults
+from outrider.models.decode.round_times import RoundTimes
 
 MEGA = 1e6
 DECODING = ("policy", "temperature", "guesses", "verified by")  # conditions of eval/compare.py
+PARTS = {field.name for field in fields(RoundTimes)}
 NEEDED = {
     "dialogue", "output_ids", "accepted", "drafted", "steps", "seconds", "baseline_ids",
     "baseline_seconds", "room",
@@ -67,7 +70,7 @@ def seed_rows(runs: Sequence[RunResults]) -> list[SeedRow]:
 def _settings_but_the_seed(settings: Mapping[str, Any]) -> str | None:
     """Return the settings of a run as a key; None if its seed is unknown."""
     run = settings.get("run")
-    if not isinstance(run, Mapping) or "seed" not in run:
+    if not isinstance(run, Mapping) or not isinstance(run.get("seed"), int):
         return None
     other = {key: value for key, value in run.items() if key not in ("seed", "dir")}
     return json.dumps({**settings, "run": other}, sort_keys=True)
@@ -109,8 +112,13 @@ def _join(group: Sequence[RunResults], name: str) -> SeedRow | None:
 def _records(run: RunResults, name: str) -> list[Record]:
     """Return the answers of a report; none where its file is missing or older than these fields."""
     rows = load(run.folder / "eval", name).outputs
-    complete = all(row.keys() >= NEEDED for row in rows)
+    complete = all(row.keys() >= NEEDED and _is_timed(row) for row in rows)
     return [Record.from_output(row) for row in rows] if complete else []
+
+
+def _is_timed(row: Mapping[str, Any]) -> bool:
+    """Return whether the times of a row are those of a round."""
+    return all(set(row[name] or ()) <= PARTS for name in ("seconds", "baseline_seconds"))
 
 
 def _tau_terms(one: Record) -> tuple[float, ...]:

@@ -84,6 +84,11 @@ def test_other_settings_seeds_or_dialogues_are_not_joined(tmp_path: Path) -> Non
     assert rows_of(run, write_run(tmp_path / "warm", 1, 1, temperature=1.0)) == []
     assert rows_of(run, write_run(tmp_path / "longer", 1, 1, max_new_tokens=9)) == []
     assert rows_of(run, write_run(tmp_path / "text", 1, 1, first=1)) == []
+    assert rows_of(run, write_run(tmp_path / "text-seed", "1", 1)) == []  # type: ignore[arg-type]
+    strange = write_run(tmp_path / "strange", 1, 1)
+    outputs = tmp_path / "strange" / "eval" / "chain.outputs.jsonl"
+    outputs.write_text(outputs.read_text().replace('"draft":', '"coffee":'))
+    assert rows_of(run, strange) == []
     other = write_run(tmp_path / "b", 1, 1)
     assert len(rows_of(run, other)) == 1
     (tmp_path / "b" / "eval" / "chain.outputs.jsonl").unlink()
