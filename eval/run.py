@@ -63,6 +63,7 @@ def evaluated(config: Config, explain: bool = False) -> dict[str, Report]:
         warn_of_another_template(folder, config, loaded.tokenizer, console)
         suite = drop_contaminated(config, suite, console)
     _patch_target(drafter, loaded.target, console)
+    process.exempt_objects()
     reports = dict(_print_reports(config, loaded, drafter, about, suite, console, explain))
     if explain:
         explain_metrics(console)

@@ -5,6 +5,7 @@ codes: 0 success, 2 an error that the user can fix (a message, no traceback), 13
 """
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -76,7 +77,10 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
         if name not in VERBS:
             fix = f"Use one of: {', '.join(VERBS)}."
             raise ConfigError("verb", name, "There is no such verb.", fix)
-        return _dispatch(name, words[1:], program)
+        try:
+            return _dispatch(name, words[1:], program)
+        finally:
+            gc.unfreeze()  # see `process.exempt_objects`
 
 
 def _dispatch(name: str, words: list[str], program: str) -> int:

@@ -41,6 +41,7 @@ from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.drafting.drafter import Drafter
+from outrider.models.target import process
 from outrider.models.target.load import LoadedTarget, stop_ids
 
 RANKS = 10
@@ -63,6 +64,7 @@ def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
     console, folder = Console(), Path(config.run.dir)
     _require_separate_times(config)
     study = PlanStudy(config, options, *load_run_models(config))
+    process.exempt_objects()
     with console.status("measuring acceptance on the target's answers"):
         study.measure_acceptance()
     checks: list[Check] = []

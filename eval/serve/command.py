@@ -21,6 +21,7 @@ from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import depth_warning
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules.rule_table import RULES
+from outrider.models.target import process
 
 BACKLOG = 512
 
@@ -44,6 +45,7 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
         tables = tables_beside(folder)
         policy = policy_beside(config.decode, folder, tables)
         decoder = Decoder.from_config(config, policy)
+        process.exempt_objects()
         tokens = config.eval.max_new_tokens
         server = Server(decoder, config.decode, options, listener, console, tokens, tables)
         _print_notes(console, decoder, policy, config)
