@@ -1,5 +1,6 @@
 """The command line: help, exit codes, dispatch to verbs."""
 
+import gc
 import re
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ from outrider.launch.help import EVERYDAY, EXAMPLES
 from outrider.launch.verbs import BENCHES, SAMPLING, VERBS
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.drafters import trained_names
+from outrider.models.target import process
 from outrider.train.settings import load_run, parse
 from tests.test_page import write_run
 
@@ -258,6 +260,22 @@ def test_eval_receives_the_run(calls: list[object], tmp_path: Path) -> None:
     (config,) = calls
     assert isinstance(config, Config)
     assert (config.run.dir, config.eval.limit, config.train.lr) == (str(tmp_path), 8, 5e-4)
+
+
+def test_a_command_exempts_its_models_from_garbage_collection_while_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exempt = list[int]()
+
+    def run(words: list[str]) -> int:
+        process.exempt_objects()
+        exempt.append(gc.get_freeze_count())
+        raise RunError("stopped", "again")
+
+    monkeypatch.setattr("outrider.launch.compare.compare", run)
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "run"])
+    assert exempt[0] > 0 == gc.get_freeze_count()
 
 
 def test_bench_and_compare_receive_their_words(calls: list[object]) -> None:
