@@ -121,10 +121,10 @@ def test_one_slow_round_at_first_changes_little(kind: str) -> None:
     costs = LiveCosts(TIMES)
     costs.observe("plain", 0.005, 0.005)
     costs.observe(kind, 0.005, 0.5)
-    assert costs.factors[kind].value <= 4
+    assert costs.factors.of(kind, 1).value <= 4
     for _ in range(10):
         costs.observe(kind, 0.005, 0.005)
-    assert costs.factors[kind].value < 1.4
+    assert costs.factors.of(kind, 1).value < 1.4
 
 
 def test_rounds_correct_what_a_level_adds() -> None:
@@ -145,7 +145,7 @@ def test_other_kinds_begin_as_plain_rounds() -> None:
     for _ in range(40):
         costs.observe("plain", 0.003, 0.006)
     costs.observe("tree", 0.005, 0.01)
-    assert costs.factors["tree"].value == pytest.approx(2, rel=0.02)
+    assert costs.factors.of("tree", 1).value == pytest.approx(2, rel=0.02)
 
 
 def test_a_table_covers_drafts_of_its_size() -> None:
@@ -159,7 +159,7 @@ def test_a_table_covers_drafts_of_its_size() -> None:
 def test_a_time_that_cannot_be_is_left_out(seconds: float) -> None:
     costs = LiveCosts(TIMES)
     assert costs.observe("plain", 0.005, seconds) == 0.005
-    assert (costs.ignored, costs.factors["plain"].rounds) == (1, 0)
+    assert (costs.ignored, costs.factors.of("plain", 1).rounds) == (1, 0)
     assert costs.observe("plain", 0.005, 0.006) == 0.006
 
 

@@ -14,6 +14,10 @@ has the cost table of the run, and has seen the setting once, in a pass that war
                the bound
     same       greedy answers of all shapes that equal plain decoding of one prompt at a time
 
+Ended requests of a batch are replaced, as a server does, until `per_slot` requests for each of its
+places have been decoded. With `per_slot=1` they are not: the longest answers end in ever smaller
+batches, which costs drafts more than plain decoding, whose answers of equal length end together.
+
 `weights=random` decodes with random weights of the drafter, from which no draft pays. Drafters that
 run the target on their drafts have no `auto`.
 """
@@ -66,6 +70,10 @@ class Options(RunOptions):
     contexts: tuple[int, ...] = option(
         (0,), "tokens before the answer: other prompts come first; 0: the prompt's own", "[0, inf)"
     )
+    per_slot: int = option(
+        4, "requests for each place of a batch, at least; 1: ended requests are not replaced",
+        "[1, 65536]",
+    )  # fmt: skip
     weights: Literal["trained", "random"] = option("trained", "of the drafter")
 
 
@@ -105,7 +113,7 @@ def batch(words: list[str]) -> int:
     settings = [Setting(*values) for values in product(*lists)]
     console = Console(stderr=True)
     rows = [
-        _measure(run, setting, with_context(texts, setting))
+        _measure(run, setting, with_context(texts, setting, options.per_slot))
         for setting in track(settings, "decoding", console=console, transient=True)
     ]
     rows.sort(key=lambda row: (row.get("auto of best", 1.0), row["batch"]))  # the worst first
@@ -114,7 +122,7 @@ def batch(words: list[str]) -> int:
 
 
 def _requests(run: LoadedRun[Options], kind: str) -> list[Request]:
-    """Return the requests of a kind, as many as the largest batch at least: prompts repeat."""
+    """Return the requests of a kind."""
     config, options = run.config, run.options
     if kind == "copying":
         config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=kind))
@@ -124,14 +132,20 @@ def _requests(run: LoadedRun[Options], kind: str) -> list[Request]:
         known = ", ".join(sorted({prompt.category for prompt in suite}))
         why = "No prompt has this category."
         raise ConfigError("kinds", kind, why, f"Use all, copying, or one of {known}.")
-    found = found[: options.limit]
-    count = max(len(found), *options.batches)
-    return run.requests([found[i % len(found)] for i in range(count)])
+    return run.requests(found[: options.limit])
 
 
-def with_context(texts: Mapping[str, Sequence[Request]], setting: Setting) -> list[Request]:
-    """Return the requests of a setting; other prompts come first, up to its context."""
-    requests = texts[setting.kind]
+def with_context(
+    texts: Mapping[str, Sequence[Request]], setting: Setting, per_slot: int = 1
+) -> list[Request]:
+    """Return the requests of a setting; other prompts come first, up to its context.
+
+    Args:
+        per_slot: requests for each place of a batch, at least: prompts repeat, with other seeds.
+    """
+    found = texts[setting.kind]
+    count = max(len(found), per_slot * setting.batch if setting.batch > 1 else 1)
+    requests = [found[i % len(found)]._replace(seed=i) for i in range(count)]
     others = [token for request in requests for token in request.prompt]
     others *= 1 + setting.context // len(others)
     return [

@@ -151,9 +151,14 @@ def _per_round(outputs: Sequence[Output]) -> dict[str, float]:
 
 
 def tokens_per_second(outputs: Sequence[Output]) -> float:
-    """Return the tokens after the first of each answer over the seconds of the rounds."""
+    """Return the tokens after the first of each answer over the seconds they took.
+
+    These are the rounds, and the time in which the drafter reads the prompts: `decode=auto` lets it
+    read them in a round. The target reads them in all decodings, which is left out.
+    """
     _require_rounds(outputs)
-    return sum(len(out.ids) - 1 for out in outputs) / sum(out.times.rounds for out in outputs)
+    seconds = sum(out.times.rounds + out.times.prompt for out in outputs)
+    return sum(len(out.ids) - 1 for out in outputs) / seconds
 
 
 def _require_rounds(outputs: Sequence[Output]) -> None:

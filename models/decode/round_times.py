@@ -11,6 +11,7 @@ class RoundTimes:
     """Seconds spent in the parts of the rounds."""
 
     prefill: float = 0.0
+    prompt: float = 0.0  # of it: the drafter, which decode=auto lets read the prompt in a round
     draft: float = 0.0  # the drafter: its steps, and absorbing verified rows
     target: float = 0.0  # the target's forward and its head
     verify: float = 0.0

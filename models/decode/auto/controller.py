@@ -1,8 +1,8 @@
 """The controller of `decode=auto`: whether a round drafts, and which shape.
 
 While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
-drafts, to see whether the text has changed; its cost is in the ledger. While drafts pay, one round
-in REFRESH is plain, so that the seconds of plain decoding stay measured.
+drafts, to see whether the text has changed; its cost is in the ledger. While drafts pay, a round is
+plain after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured.
 """
 
 import math
@@ -20,14 +20,15 @@ from outrider.models.decode.auto.choice import (
     tree_shapes_of,
 )
 from outrider.models.decode.auto.outcomes import Round
-from outrider.models.decode.costs.live_costs import READ, LiveCosts
+from outrider.models.decode.costs.factors import READ
+from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
 from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
 LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain has cost more
-REFRESH = 64  # rounds with drafts, of which one is plain
+FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 64  # rounds over which reading missed rows is spread, at most
@@ -80,6 +81,7 @@ class Controller:
         self.ledger = Ledger(self.eps)
         self._plain_rounds = self._since_plain = self._wait = self._failures = 0
         self._off = self._probed = self._drafted = False
+        self._refresh = FIRST_REFRESH
         self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
@@ -112,16 +114,19 @@ class Controller:
 
     # ---- choice ----
 
-    def reason_for_plain(self) -> str:
+    def reason_for_plain(self, batch: int) -> str:
         """Return why the next round is plain, whatever the candidates are; "" if they decide."""
         if self.costs.still >= STILL:
             return STOPPED
         if self._plain_rounds < self.first_plain:
             return MEASURES
+        if self.first_plain and not self.costs.factors.has_seen("plain", batch):
+            return MEASURES
         self._wait -= 1
         if self._wait >= 0:
             return OFF if self._off else HELD
-        if not self._off and self._since_plain >= REFRESH:
+        if not self._off and self._since_plain >= self._refresh:
+            self._refresh = min(2 * self._refresh, REFRESH)
             return MEASURES
         return ""
 
@@ -172,7 +177,8 @@ class Controller:
     def _extra(self, shape: DraftShape, seconds: float, now: Situation) -> float:
         """Return the seconds by which few rounds of this shape exceed a plain one, with reading."""
         reading = sum(now.waiting) * self.costs.read_seconds
-        return seconds * self.costs.upper(shape) + reading - now.costs.total(0)
+        upper = self.costs.upper(shape, len(now.rooms))
+        return seconds * upper + reading - now.costs.total(0)
 
     def allows(self, shape: DraftShape, seconds: float, now: Situation) -> bool:
         """Return whether the ledger allows a round, even if nothing is accepted."""
@@ -219,7 +225,8 @@ class Controller:
         drafts, kind = last.shape.depth > 0, last.shape.kind
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
         extra = reading if drafts else last.own  # deciding is part of a drafted round's time
-        seconds = self.costs.observe(kind, last.table, last.seconds - extra, last.levels)
+        batch, measured = len(last.requests), last.seconds - extra
+        seconds = self.costs.observe(kind, last.table, measured, last.levels, batch)
         if rows and self.costs.times.read:
             extra = self.costs.observe(READ, rows * self.costs.times.read / 1000, reading)
         if self.costs.still == STILL:

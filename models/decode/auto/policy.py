@@ -158,7 +158,10 @@ class Auto:
         control = self.controller
         assert control is not None, "prepare() comes first"
         self._begin(control, active)
-        if not (why := control.reason_for_plain()) and max(one.room for one in active) > 0:
+        if (
+            not (why := control.reason_for_plain(len(active)))
+            and max(one.room for one in active) > 0
+        ):
             for one in active:  # plain rounds do not keep it
                 one.root = torch.tensor(one.out.ids[-1:], device=self._device)
             return True
