@@ -13,7 +13,8 @@ from outrider.models.decode.auto.choice import chain_shape
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
-from outrider.models.decode.costs.live_costs import FIRST_LEVEL, JUMP, READ, LiveCosts
+from outrider.models.decode.costs.factors import READ
+from outrider.models.decode.costs.live_costs import FIRST_LEVEL, JUMP, LiveCosts
 from outrider.models.decode.costs.round_costs import (
     PLAIN,
     DecodedRound,
@@ -125,6 +126,34 @@ def test_one_slow_round_at_first_changes_little(kind: str) -> None:
     for _ in range(10):
         costs.observe(kind, 0.005, 0.005)
     assert costs.factors.of(kind, 1).value < 1.4
+
+
+def test_a_table_may_be_wrong_for_one_size_of_the_batch() -> None:
+    """Rounds of 16 requests take half the table's time, those of one what it says."""
+    costs = LiveCosts(TIMES)
+    for _ in range(40):
+        for batch, share in ((1, 1.0), (16, 0.5)):
+            costs.observe("plain", 0.003, share * 0.003, batch=batch)
+            costs.observe("chain", 0.005, share * 0.005, batch=batch)
+    for kind in ("plain", "chain"):
+        assert costs.factors.of(kind, 1).value == pytest.approx(1, rel=0.02)
+        assert costs.factors.of(kind, 9).value == pytest.approx(0.5, rel=0.02), "of 9 to 16"
+    costs.observe("plain", 0.003, 0.009, batch=2)
+    whole = costs.factors.of("chain", 100).value
+    assert whole == pytest.approx(0.75, rel=0.1), "of all sizes"
+    plain = costs.factors.of("plain", 100).value
+    ratio = costs.factors.of("plain", 2).value / plain
+    assert costs.factors.of("chain", 2).value == pytest.approx(whole * ratio, rel=0.02)
+
+
+def test_a_kind_that_is_seldom_seen_follows_the_machine() -> None:
+    """Plain rounds while drafts pay: one in 64, after which the machine is half as fast."""
+    costs = LiveCosts(TIMES)
+    for share in (1.0, 2.0):
+        for i in range(6 * 64):
+            kind = "plain" if i % 64 == 0 else "chain"
+            costs.observe(kind, 0.005, share * 0.005)
+    assert costs.factors.of("plain", 1).value == pytest.approx(2, rel=0.05)
 
 
 def test_rounds_correct_what_a_level_adds() -> None:

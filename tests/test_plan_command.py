@@ -19,7 +19,10 @@ from outrider.launch.bench import batch, rounds
 from outrider.launch.compare import compare
 from outrider.models import drafters
 from outrider.models.decode.costs.round_costs import Grid
-from outrider.models.decode.request import Request
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.policy import Chain
+from outrider.models.decode.request import Output, Request
+from outrider.models.decode.round_times import RoundTimes
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.formats import native
 from outrider.models.target.load import load_target
@@ -198,11 +201,12 @@ def measured(run: Config, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_bench_batch_equals_single_prompts_in_every_shape(run: Config, tmp_path: Path) -> None:
-    """The largest batch has a place more than there are prompts, which repeat."""
+    """Prompts repeat, so that ended requests of a batch are replaced."""
     rows = measured(run, tmp_path, "batches=1,3,4")
     assert sorted(row["batch"] for row in rows) == [1, 3, 4]
     shapes = len(batch.FIXED) + 1
-    assert all(row["same"] == row["answers"] == 4 * shapes for row in rows)
+    requests = {1: 3, 3: 12, 4: 16}
+    assert all(row["same"] == row["answers"] == requests[row["batch"]] * shapes for row in rows)
     for row in rows:
         fixed = {batch.PLAIN: 1.0, **row["speedup"]}
         auto = fixed.pop(batch.AUTO)
@@ -213,11 +217,24 @@ def test_bench_batch_equals_single_prompts_in_every_shape(run: Config, tmp_path:
 
 
 def test_bench_batch_by_kind_context_and_temperature(run: Config, tmp_path: Path) -> None:
-    words = "temperatures=0,1", "contexts=0,16", "weights=random", "batches=2"
+    words = "temperatures=0,1", "contexts=0,16", "weights=random", "batches=2", "per_slot=1"
     rows = measured(run, tmp_path, *words)
     found = {(row["temperature"], row["context"]) for row in rows}
     assert found == {(0, 0), (0, 16), (1, 0), (1, 16)}
     assert all(("same" in row) == (row["temperature"] == 0) for row in rows)
+
+
+def test_the_time_in_which_the_drafter_reads_prompts_counts() -> None:
+    """A drafter of decode=auto reads them in a round, others before the first."""
+    before = Output([1, 2, 3, 4], times=RoundTimes(prefill=5.0, prompt=0.5, rounds=1.0))
+    within = Output([1, 2, 3, 4], times=RoundTimes(prefill=4.5, rounds=1.5))
+    for out in before, within:
+        out.accepted.append(2)
+        assert rounds.tokens_per_second([out]) == 2
+    target = tiny.target()
+    engine = Engine(target, tiny.drafter("eagle3", target), Chain(2))
+    times = engine.generate([1, 2, 3, 4], 4).times
+    assert 0 < times.prompt < times.prefill
 
 
 def test_context_puts_other_prompts_before_a_prompt() -> None:
