@@ -25,6 +25,7 @@ from rich.text import Text
 
 from outrider.conf.console import Console
 from outrider.conf.errors import RunError
+from outrider.conf.garbage import exempt_objects
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.eval.auto_policy import policy_beside
@@ -47,7 +48,6 @@ from outrider.models.decode.from_config import (
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import ACCEPTED, BONUS, CORRECTION, FIRST
 from outrider.models.decode.rules.rule_table import RULES
-from outrider.models.target import process
 
 COLOURS = {ACCEPTED: "green", CORRECTION: "red", BONUS: "cyan", FIRST: "yellow", PLAIN: ""}
 LEGEND = {
@@ -82,7 +82,7 @@ def chat(
     folder = find_drafter(config)
     policy = policy_beside(config.decode, folder, tables_beside(folder))
     decoder = Decoder.from_config(config, policy)
-    process.exempt_objects()
+    exempt_objects()
     sampling = sampling_of(config.decode, decoder.target.vocab_size)
     how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
     if isinstance(policy, Auto):  # measures its costs now, not within the first answer

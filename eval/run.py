@@ -7,6 +7,7 @@ from typing import Any
 
 from outrider.conf.console import Console
 from outrider.conf.errors import CorruptFile
+from outrider.conf.garbage import exempt_objects
 from outrider.conf.schema import Config
 from outrider.data.conversations import Prompt
 from outrider.data.reporter import Reporter
@@ -63,7 +64,7 @@ def evaluated(config: Config, explain: bool = False) -> dict[str, Report]:
         warn_of_another_template(folder, config, loaded.tokenizer, console)
         suite = drop_contaminated(config, suite, console)
     _patch_target(drafter, loaded.target, console)
-    process.exempt_objects()
+    exempt_objects()
     reports = dict(_print_reports(config, loaded, drafter, about, suite, console, explain))
     if explain:
         explain_metrics(console)

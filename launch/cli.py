@@ -5,7 +5,6 @@ codes: 0 success, 2 an error that the user can fix (a message, no traceback), 13
 """
 
 import atexit
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 import outrider
 from outrider.conf.errors import ConfigError, exit_on_error
+from outrider.conf.garbage import begin_command
 from outrider.conf.plugins import load_plugins, named_plugins
 from outrider.conf.shown_text import escape_library_output, for_terminal
 from outrider.launch.verbs import BENCHES, DECODING, VERBS, Verb
@@ -34,6 +34,7 @@ def command(argv: Sequence[str] | None = None, program: str = "outrider") -> NoR
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
     escape_library_output()
+    begin_command()
     try:
         code: Any = main(argv, program)
     except SystemExit as stop:
@@ -77,10 +78,7 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
         if name not in VERBS:
             fix = f"Use one of: {', '.join(VERBS)}."
             raise ConfigError("verb", name, "There is no such verb.", fix)
-        try:
-            return _dispatch(name, words[1:], program)
-        finally:
-            gc.unfreeze()  # see `process.exempt_objects`
+        return _dispatch(name, words[1:], program)
 
 
 def _dispatch(name: str, words: list[str], program: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.conf import garbage
 from outrider.conf.clusters import ClusterConfig
 from outrider.conf.command_settings import MemoryConfig
 from outrider.conf.compose import compose, default_values, known_keys, verb_group
@@ -22,7 +23,6 @@ from outrider.launch.help import EVERYDAY, EXAMPLES
 from outrider.launch.verbs import BENCHES, SAMPLING, VERBS
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.drafters import trained_names
-from outrider.models.target import process
 from outrider.train.settings import load_run, parse
 from tests.test_page import write_run
 
@@ -262,20 +262,19 @@ def test_eval_receives_the_run(calls: list[object], tmp_path: Path) -> None:
     assert (config.run.dir, config.eval.limit, config.train.lr) == (str(tmp_path), 8, 5e-4)
 
 
-def test_a_command_exempts_its_models_from_garbage_collection_while_it_runs(
+def test_only_the_process_of_a_command_exempts_objects_from_garbage_collection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exempt = list[int]()
-
-    def run(words: list[str]) -> int:
-        process.exempt_objects()
-        exempt.append(gc.get_freeze_count())
-        raise RunError("stopped", "again")
-
-    monkeypatch.setattr("outrider.launch.compare.compare", run)
+    monkeypatch.setattr(garbage, "_is_command", False)
+    garbage.exempt_objects()
+    assert gc.get_freeze_count() == 0
     with pytest.raises(SystemExit):
-        cli.main(["compare", "run"])
-    assert exempt[0] > 0 == gc.get_freeze_count()
+        cli.command(["--version"])
+    try:
+        garbage.exempt_objects()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_bench_and_compare_receive_their_words(calls: list[object]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from outrider.conf.command_settings import PlanConfig
 from outrider.conf.compose import compose, verb_group
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, to_yaml
+from outrider.eval import run as eval_run
 from outrider.eval.plan import command
 from outrider.eval.plan.show import Check
 from outrider.eval.plan.surface import surface
@@ -243,6 +245,18 @@ def test_context_puts_other_prompts_before_a_prompt() -> None:
     assert [one.prompt for one in found] == [[1, 2, 3, 1, 2, 3], [1, 2, 3, 5, 1, 5]]
     alone = batch.with_context(requests, batch.Setting("all", 2, 0.0, 1))
     assert [one.prompt for one in alone] == [[1, 2, 3], [1, 5]]
+
+
+def test_commands_exempt_what_they_have_loaded_from_garbage_collection(
+    run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured."""
+    exempted = list[str]()
+    for module in (rounds, command, eval_run):
+        monkeypatch.setattr(module, "exempt_objects", partial(exempted.append, module.__name__))
+    measured(run, tmp_path, "batches=1")
+    evaluate(run)
+    assert exempted == [rounds.__name__, eval_run.__name__]
 
 
 def test_bench_batch_of_an_unknown_kind_raises(run: Config) -> None:

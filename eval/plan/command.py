@@ -19,6 +19,7 @@ from typing import Any
 from outrider.conf.command_settings import PlanConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.garbage import exempt_objects
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
 from outrider.data.suite import load_suite
@@ -41,7 +42,6 @@ from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import Request, Stops
 from outrider.models.decode.tree_shapes import Paths
 from outrider.models.drafting.drafter import Drafter
-from outrider.models.target import process
 from outrider.models.target.load import LoadedTarget, stop_ids
 
 RANKS = 10
@@ -64,7 +64,7 @@ def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
     console, folder = Console(), Path(config.run.dir)
     _require_separate_times(config)
     study = PlanStudy(config, options, *load_run_models(config))
-    process.exempt_objects()
+    exempt_objects()
     with console.status("measuring acceptance on the target's answers"):
         study.measure_acceptance()
     checks: list[Check] = []

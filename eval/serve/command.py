@@ -10,6 +10,7 @@ from rich.text import Text
 from outrider.conf.command_settings import LOCAL_HOSTS, SERVE_NOTE, ServeConfig
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
+from outrider.conf.garbage import exempt_objects
 from outrider.conf.packages import install_command
 from outrider.conf.schema import Config
 from outrider.data.reporter import Reporter
@@ -21,7 +22,6 @@ from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import depth_warning
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules.rule_table import RULES
-from outrider.models.target import process
 
 BACKLOG = 512
 
@@ -45,7 +45,7 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
         tables = tables_beside(folder)
         policy = policy_beside(config.decode, folder, tables)
         decoder = Decoder.from_config(config, policy)
-        process.exempt_objects()
+        exempt_objects()
         tokens = config.eval.max_new_tokens
         server = Server(decoder, config.decode, options, listener, console, tokens, tables)
         _print_notes(console, decoder, policy, config)

@@ -14,9 +14,9 @@ has the cost table of the run, and has seen the setting once, in a pass that war
                the bound
     same       greedy answers of all shapes that equal plain decoding of one prompt at a time
 
-Ended requests of a batch are replaced, as a server does, until `per_slot` requests for each of its
-places have been decoded. With `per_slot=1` they are not: the longest answers end in ever smaller
-batches, which costs drafts more than plain decoding, whose answers of equal length end together.
+Ended requests of a batch are replaced, as a server does, by `per_slot` requests for each of its
+places in all. The last ones end in ever smaller batches, which costs drafts more than plain
+decoding, whose answers of equal length end together; with `per_slot=1 limit=1` there is no more.
 
 `weights=random` decodes with random weights of the drafter, from which no draft pays. Drafters that
 run the target on their drafts have no `auto`.
@@ -71,7 +71,7 @@ class Options(RunOptions):
         (0,), "tokens before the answer: other prompts come first; 0: the prompt's own", "[0, inf)"
     )
     per_slot: int = option(
-        4, "requests for each place of a batch, at least; 1: ended requests are not replaced",
+        4, "requests for each place of a batch above 1, at least; prompts repeat",
         "[1, 65536]",
     )  # fmt: skip
     weights: Literal["trained", "random"] = option("trained", "of the drafter")
@@ -245,7 +245,10 @@ def _equal_answers(
     """Return how many greedy answers equal those of one prompt at a time; {} if they are drawn."""
     if temperature:
         return {}
-    expected = [out.ids for out in run.engine(None, Sampling()).generate_all(requests, 1)]
+    prompts = {tuple(one.prompt): one for one in requests}
+    alone = run.engine(None, Sampling()).generate_all([*prompts.values()], 1)
+    answers_of = dict(zip(prompts, (out.ids for out in alone), strict=True))
+    expected = [answers_of[tuple(one.prompt)] for one in requests]
     drafted = [answers for name, answers in outputs.items() if name != PLAIN]
     same = sum(
         out.ids == ids for answers in drafted for out, ids in zip(answers, expected, strict=True)

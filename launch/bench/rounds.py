@@ -18,6 +18,7 @@ from outrider.conf.compose import flatten
 from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import option
+from outrider.conf.garbage import exempt_objects
 from outrider.conf.options import parse_words
 from outrider.data.conversations import Prompt
 from outrider.data.suite import load_suite
@@ -31,7 +32,6 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request, Stops
 from outrider.models.decode.rules.rule_table import COUPLED, default_rule
 from outrider.models.decode.sampling_params import Sampling
-from outrider.models.target import process
 from outrider.models.target.load import stop_ids
 from outrider.train.settings import load_run
 
@@ -82,7 +82,7 @@ class LoadedRun(Generic[T]):
         if self.options.forward == "modules":
             self.target.fast_forward = None
         self.stops = Stops(stop_ids(self.tokenizer, self.target))
-        process.exempt_objects()
+        exempt_objects()
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         """Return the first turn of every prompt as a request."""

@@ -11,12 +11,12 @@ class RoundTimes:
     """Seconds spent in the parts of the rounds."""
 
     prefill: float = 0.0
-    prompt: float = 0.0  # of it: the drafter, which decode=auto lets read the prompt in a round
     draft: float = 0.0  # the drafter: its steps, and absorbing verified rows
     target: float = 0.0  # the target's forward and its head
     verify: float = 0.0
     commit: float = 0.0  # compacting the cache, bookkeeping
     rounds: float = 0.0  # all rounds, start to end; more than the sum of the parts
+    prompt: float = 0.0  # the part of prefill in which the drafter reads the prompt
 
     def add(self, other: "RoundTimes", share: float = 1.0) -> None:
         """Add a share of the times of a round."""

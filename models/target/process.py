@@ -1,6 +1,5 @@
 """Distributed environment of a process: rank, device, CPU threads, process group."""
 
-import gc
 import os
 import platform
 import time
@@ -60,16 +59,6 @@ def set_threads() -> int:
     elif launched and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, available_cores() // local_world_size()))
     return torch.get_num_threads()
-
-
-def exempt_objects() -> None:
-    """Exempt the objects that exist now from garbage collection, until `gc.unfreeze()`.
-
-    A full collection reads the objects of all libraries. It takes 0.1 to 0.5 s, and would start in
-    the middle of an answer. `launch.cli.main` ends the exemption when the command returns.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def init_group(launch: LaunchConfig) -> None:

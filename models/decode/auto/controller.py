@@ -2,7 +2,8 @@
 
 While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
 drafts, to see whether the text has changed; its cost is in the ledger. While drafts pay, a round is
-plain after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured.
+plain after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured;
+so are the first rounds of every size of the batch, and of one that had none for long.
 """
 
 import math
@@ -20,6 +21,7 @@ from outrider.models.decode.auto.choice import (
     tree_shapes_of,
 )
 from outrider.models.decode.auto.outcomes import Round
+from outrider.models.decode.auto.plain_rounds import PlainRounds
 from outrider.models.decode.costs.factors import READ
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
@@ -67,7 +69,7 @@ class Controller:
 
     Attributes:
         width, budget: of trees, see `Auto`.
-        first_plain: plain rounds before the first draft.
+        first_plain: plain rounds of each size of the batch before its first draft.
     """
 
     costs: LiveCosts
@@ -79,9 +81,9 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.eps)
-        self._plain_rounds = self._since_plain = self._wait = self._failures = 0
+        self._since_plain = self._wait = self._failures = 0
         self._off = self._probed = self._drafted = False
-        self._refresh = FIRST_REFRESH
+        self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
@@ -118,9 +120,7 @@ class Controller:
         """Return why the next round is plain, whatever the candidates are; "" if they decide."""
         if self.costs.still >= STILL:
             return STOPPED
-        if self._plain_rounds < self.first_plain:
-            return MEASURES
-        if self.first_plain and not self.costs.factors.has_seen("plain", batch):
+        if self._plain.needed(batch, self.first_plain):
             return MEASURES
         self._wait -= 1
         if self._wait >= 0:
@@ -147,7 +147,7 @@ class Controller:
             return plain._replace(why=OFF)
         if self._off:
             choices = self._candidates(now, plain, deepest, optimism=1.0)
-        spread = now.read_per_round * self.costs.read_seconds
+        spread = now.read_per_round * self.costs.read_seconds(len(now.rooms))
         allowed = [one for one in choices if self.allows(one.shape, one.seconds - spread, now)]
         best = max(allowed, key=lambda one: one.rate, default=plain)
         if best is plain or not (self._off or best.gain > 1):
@@ -176,7 +176,7 @@ class Controller:
 
     def _extra(self, shape: DraftShape, seconds: float, now: Situation) -> float:
         """Return the seconds by which few rounds of this shape exceed a plain one, with reading."""
-        reading = sum(now.waiting) * self.costs.read_seconds
+        reading = sum(now.waiting) * self.costs.read_seconds(len(now.rooms))
         upper = self.costs.upper(shape, len(now.rooms))
         return seconds * upper + reading - now.costs.total(0)
 
@@ -187,7 +187,7 @@ class Controller:
     def _candidates(
         self, now: Situation, plain: Choice, deepest: int, optimism: float = 0.0
     ) -> list[Choice]:
-        spread = now.read_per_round * self.costs.read_seconds
+        spread = now.read_per_round * self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, spread)
         if self.budget > deepest and not optimism:
@@ -228,12 +228,14 @@ class Controller:
         batch, measured = len(last.requests), last.seconds - extra
         seconds = self.costs.observe(kind, last.table, measured, last.levels, batch)
         if rows and self.costs.times.read:
-            extra = self.costs.observe(READ, rows * self.costs.times.read / 1000, reading)
+            extra = self.costs.observe(
+                READ, rows * self.costs.times.read / 1000, reading, batch=batch
+            )
         if self.costs.still == STILL:
             warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
         self.ledger.add(seconds + extra, worth)
-        self._plain_rounds += not drafts
+        self._plain.add(batch, not drafts)
         self._since_plain = self._since_plain + 1 if drafts else 0
         if drafts:
             self._drafted, self._probed = True, self._off

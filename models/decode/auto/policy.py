@@ -54,7 +54,8 @@ class Auto:
             coupled too.
         eps: share of the seconds of plain decoding that speculation may cost.
         file: of the cost table; None: in the user's cache.
-        first_plain: plain rounds before the first draft, which measure plain decoding.
+        first_plain: plain rounds of each size of the batch before its first draft, which measure
+            plain decoding.
         notes: sentences on the cost table, for the user.
     """
 

@@ -4,8 +4,8 @@ A factor per kind of round (plain, chain, tree) and size of the batch (`factors.
 the table lacks: the decoder's own share, the processor's caches between forwards, and the drift of
 the machine. Chains have a second factor for what levels below the first add: with one alone, a
 table whose levels are too dear would keep chains at one token, and rounds of one token could not
-correct it. Contexts are rounded
-to halves of an octave, so that a round is looked up and seldom interpolated.
+correct it. Contexts are rounded to halves of an octave, so that a round is looked up and seldom
+interpolated.
 
 A measured time is not used, and the table's is, where the clock has stood still or gone back, or
 where it is so long that the process was stopped.
@@ -73,10 +73,9 @@ class LiveCosts:
             factor * first.other + levels * (other - first.other),
         )
 
-    @property
-    def read_seconds(self) -> float:
+    def read_seconds(self, batch: int) -> float:
         """Expected seconds per row of reading many rows that the drafter has missed."""
-        return self.factors.of(READ, 1).value * self.times.read / 1000
+        return self.factors.of(READ, batch).value * self.times.read / 1000
 
     def upper(self, shape: DraftShape, batch: int) -> float:
         """Return the factor on the expected seconds that few rounds of this shape exceed."""
