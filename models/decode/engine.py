@@ -233,7 +233,7 @@ class Engine:
         cached, length = started[0].absorbed.rows, len(prompts[0])
         self._set_taps()
         watch.lap()
-        start, read = watch.latest, RoundTimes()
+        start, read = watch.latest, 0.0
         for slot in range(first, first + len(started)):
             self.cache.crop(slot, cached)
         self.cache.select_slots(first, len(started))
@@ -244,7 +244,7 @@ class Engine:
         for (piece, at), (following, _) in pairwise(pieces):
             states = self._read(started, piece, at)
             next_ids = torch.cat([piece[:, 1:], following[:, :1]], dim=1)
-            self._absorb_rows(started, tree_layout.KeptRows(piece, next_ids, at), states, read)
+            read += self._absorb_rows(started, tree_layout.KeptRows(piece, next_ids, at), states)
         ids, positions = pieces[-1]
         states = self._read(started, ids, positions)
         logits = self.target.logits(states.last[:, -1:])
@@ -259,13 +259,13 @@ class Engine:
             one.add_first(root, self.stops)
             self._record(one, first + i, decision.scores[i], [0])
         next_ids = torch.cat([ids[:, 1:], torch.tensor(roots, device=device)[:, None]], dim=1)
-        self._absorb_rows(started, tree_layout.KeptRows(ids, next_ids, positions), states, read)
+        read += self._absorb_rows(started, tree_layout.KeptRows(ids, next_ids, positions), states)
         if dialogue is not None:
             dialogue.add_prompt(self.cache, [*prompts[0], roots[0]], started[0].absorbed)
         watch.lap()
         for one in started:
             one.out.times.prefill += (watch.latest - start) / len(started)
-            one.out.times.prompt += read.draft / len(started)
+            one.out.times.prompt += read / len(started)
 
     def _read(
         self, started: list[ActiveRequest], ids: Int[Tensor, "B T"], positions: Int[Tensor, "B T"]
@@ -285,16 +285,14 @@ class Engine:
         return states
 
     def _absorb_rows(
-        self,
-        started: list[ActiveRequest],
-        rows: tree_layout.KeptRows,
-        states: TargetStates,
-        times: RoundTimes,
-    ) -> None:
-        """Pass the drafter rows of a prompt, all of them."""
+        self, started: list[ActiveRequest], rows: tree_layout.KeptRows, states: TargetStates
+    ) -> float:
+        """Pass the drafter rows of a prompt, all of them; return its seconds."""
+        times = RoundTimes()
         if self.drafter is not None:
             traces = tree_layout.kept_traces([rows.ids.shape[1]] * len(started), rows, states)
             self._absorb(self.drafter, started, traces, times)
+        return times.draft
 
     def release(self) -> None:
         """Remove ended requests; the last slots move into theirs."""
