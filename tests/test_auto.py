@@ -21,18 +21,19 @@ from outrider.eval.report_auto import auto_line, choice_shares
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance
-from outrider.models.decode.auto.choice import BUDGETS, tree_shapes_of
+from outrider.models.decode.auto.choice import BUDGETS, ChainCosts, tree_shapes_of
+from outrider.models.decode.auto.controller import AMORTISED, Situation
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import DraftShape
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import parse_policy_at_temperature, policy_of, rule_of
-from outrider.models.decode.request import Request
+from outrider.models.decode.request import ActiveRequest, Request
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, DRAWN
 from outrider.train.settings import load_published
-from tests.test_auto_exact import times
+from tests.test_auto_exact import Toy, policy, times
 from tests.test_golden import BATCH, LENGTH, WARM, draft_logits, embedded, fit
 from tests.test_terminal_chat import user_input
 from tests.tiny import ScriptedDrafter
@@ -225,3 +226,24 @@ def test_fifty_thousand_sampled_answers_have_the_law_of_the_target(
     assert len(shapes) > 2
     assert sum(sum(out.accepted) for out in outs) > 5_000, "too few draft tokens were accepted"
     assert fit(Counter(tuple(out.ids[:LENGTH]) for out in outs), len(outs)) > 1e-4
+
+
+def test_reading_a_prompt_is_spread_over_what_answers_have_left() -> None:
+    def situation(left: float) -> Situation:
+        return Situation([], [200], ChainCosts([0.0], [0.0]), 64, [512], [left])
+
+    assert situation(12).read_per_token == pytest.approx(512 / 12)
+    assert situation(500).read_per_token == pytest.approx(512 / AMORTISED)
+    assert situation(12).reading(3, 0.001) == pytest.approx(3 * 0.512 / 12)
+
+
+def test_the_mean_length_of_answers_is_learnt() -> None:
+    auto = policy(BEST, 2, 0.01, 0.05)
+    engine = Toy(auto)
+    for _ in range(30):
+        engine.generate([1, 2], 6)
+    assert auto.controller is not None
+    new = ActiveRequest(0, Request([1, 2], 6), Random(0))
+    assert auto.controller.tokens_left(new) == pytest.approx((AMORTISED + 29 * 6) / 30, rel=0.1)
+    new.out.ids = [1] * 8
+    assert auto.controller.tokens_left(new) == pytest.approx(10 / 4, rel=0.2), "a quarter at least"

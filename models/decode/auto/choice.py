@@ -95,12 +95,12 @@ def chain_choices(tokens: Sequence[float], costs: ChainCosts, reading: float) ->
     """Return a choice per depth from 1 on.
 
     Args:
-        reading: seconds per round of rows that the drafter has missed.
+        reading: seconds per token of the batch, of rows that the drafter has missed.
     """
     plain = tokens[0] / costs.total(0)
     choices = []
     for depth in range(1, len(tokens)):
-        seconds = costs.total(depth) + reading
+        seconds = costs.total(depth) + reading * tokens[depth]
         gain = tokens[depth] / seconds / plain
         choices.append(Choice(chain_shape(depth), tokens[depth], seconds, gain))
     return choices

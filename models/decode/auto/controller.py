@@ -33,7 +33,8 @@ LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain has cos
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
-AMORTISED = 64  # rounds over which reading missed rows is spread, at most
+AMORTISED = 128  # tokens over which reading missed rows is spread, at most
+ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
 MARGIN = 1.02  # gain from which drafting begins again
 STILL = 8  # rounds without time after which the clock counts as stopped
 PROBE, PAYS, HELD = "probe", "pays", "held by the ledger"
@@ -48,6 +49,7 @@ class Situation:
         rooms: per request, the deepest useful draft token.
         context: mean length of the texts.
         waiting: per request, rows that the drafter has missed, beyond those of an ordinary round.
+        left: per request, the tokens that its answer is expected to have left.
     """
 
     estimates: Sequence[RequestAcceptance]
@@ -55,12 +57,17 @@ class Situation:
     costs: ChainCosts
     context: int
     waiting: Sequence[int]
+    left: Sequence[float]
 
     @property
-    def read_per_round(self) -> float:
-        """Missed rows per round, if each request reads its own over the rounds it has left."""
-        rooms = (max(1, min(AMORTISED, room)) for room in self.rooms)
-        return sum(rows / room for rows, room in zip(self.waiting, rooms, strict=True))
+    def read_per_token(self) -> float:
+        """Missed rows per token of each request, spread over the tokens that it has left."""
+        left = (max(1, min(AMORTISED, *both)) for both in zip(self.rooms, self.left, strict=True))
+        return sum(rows / tokens for rows, tokens in zip(self.waiting, left, strict=True))
+
+    def reading(self, tokens: float, seconds: float) -> float:
+        """Return the share of reading missed rows, `seconds` each, in a round of so many tokens."""
+        return self.read_per_token * seconds * tokens / len(self.rooms)
 
 
 @dataclass
@@ -84,6 +91,7 @@ class Controller:
         self._since_plain = self._wait = self._failures = 0
         self._off = self._probed = self._drafted = False
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
+        self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
         self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
@@ -113,6 +121,10 @@ class Controller:
         """
         earned = self._probe_loss / max(self.eps * plain, 1e-12)
         return math.ceil(min(LONGEST_WAIT, max(LEAST_WAIT, earned)))
+
+    def tokens_left(self, one: ActiveRequest) -> float:
+        """Return how many tokens an answer is expected to have left, by those that have ended."""
+        return max(self._length - len(one.out.ids), self._length / 4)
 
     # ---- choice ----
 
@@ -147,11 +159,10 @@ class Controller:
             return plain._replace(why=OFF)
         if self._off:
             choices = self._candidates(now, plain, deepest, optimism=1.0)
-        spread = now.read_per_round * self.costs.read_seconds(len(now.rooms))
-        allowed = [one for one in choices if self.allows(one.shape, one.seconds - spread, now)]
+        allowed = [one for one in choices if self.allows(one.shape, self._without(one, now), now)]
         best = max(allowed, key=lambda one: one.rate, default=plain)
         if best is plain or not (self._off or best.gain > 1):
-            self._hold(now, choices, spread)
+            self._hold(now, choices)
             return plain._replace(why=HELD)
         return best._replace(why=PROBE if self._off else PAYS)
 
@@ -166,13 +177,17 @@ class Controller:
             self._wait = min(2**self._failures, LONGEST_WAIT)
         self._probed = False
 
-    def _hold(self, now: Situation, choices: Sequence[Choice], spread: float) -> None:
+    def _hold(self, now: Situation, choices: Sequence[Choice]) -> None:
         """Wait until plain rounds have earned the cheapest draft."""
         self.ledger.refused += 1
         plain = now.costs.total(0)
-        extra = min(self._extra(one.shape, one.seconds - spread, now) for one in choices)
+        extra = min(self._extra(one.shape, self._without(one, now), now) for one in choices)
         missing = self.ledger.missing(extra) / max(self.eps * plain, 1e-12)
         self._wait = min(LONGEST_WAIT, max(1, math.ceil(missing))) - 1
+
+    def _without(self, one: Choice, now: Situation) -> float:
+        """Return the expected seconds of a choice without its share of reading missed rows."""
+        return one.seconds - now.reading(one.tokens, self.costs.read_seconds(len(now.rooms)))
 
     def _extra(self, shape: DraftShape, seconds: float, now: Situation) -> float:
         """Return the seconds by which few rounds of this shape exceed a plain one, with reading."""
@@ -187,17 +202,22 @@ class Controller:
     def _candidates(
         self, now: Situation, plain: Choice, deepest: int, optimism: float = 0.0
     ) -> list[Choice]:
-        spread = now.read_per_round * self.costs.read_seconds(len(now.rooms))
+        row = self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
-        choices = chain_choices(tokens, now.costs, spread)
+        choices = chain_choices(tokens, now.costs, now.reading(1.0, row))
         if self.budget > deepest and not optimism:
-            choices += self._tree_choices(now, plain, tokens, spread)
+            choices += self._tree_choices(now, plain, tokens, row)
         return choices
 
     def _tree_choices(
-        self, now: Situation, plain: Choice, chains: Sequence[float], spread: float
+        self, now: Situation, plain: Choice, chains: Sequence[float], row: float
     ) -> list[Choice]:
-        """Return a choice per tree; `chains` are the tokens of chains of 0, 1, .. tokens."""
+        """Return a choice per tree.
+
+        Args:
+            chains: the tokens of chains of 0, 1, .. tokens.
+            row: seconds of reading a missed row.
+        """
         batch, deepest = len(now.rooms), len(chains) - 1
         self._tree_age += 1
         if self._tree_age > TREE_ROUNDS:
@@ -209,7 +229,8 @@ class Controller:
         for shape, drafted in self._trees:
             if shape.depth <= deepest:
                 tokens = batch * (1 + self._tree_bias * drafted)
-                seconds = self.costs.seconds(shape, batch, now.context).total + spread
+                seconds = self.costs.seconds(shape, batch, now.context).total
+                seconds += now.reading(tokens, row)
                 gain = tokens / seconds / plain.rate
                 choices.append(Choice(shape, tokens, seconds, gain))
         return choices
@@ -236,6 +257,11 @@ class Controller:
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
         self.ledger.add(seconds + extra, worth)
         self._plain.add(batch, not drafts)
+        for one in last.requests:
+            if one.out.stop_reason:
+                self._answers += 1
+                weight = max(ANSWERS, 1 / self._answers)
+                self._length += weight * (len(one.out.ids) - self._length)
         self._since_plain = self._since_plain + 1 if drafts else 0
         if drafts:
             self._drafted, self._probed = True, self._off

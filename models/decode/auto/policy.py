@@ -198,7 +198,8 @@ class Auto:
         waiting = [max(0, state.rows - ABSORBED_ROWS) for state in states]
         control.shared = self._shared(drawn=self.draft != BEST and not context.sampling.greedy)
         estimates = [_estimate(one, control.shared) for one in requests]
-        now = Situation(estimates, context.depth_limits, costs, length, waiting)
+        left = [control.tokens_left(one) for one in requests]
+        now = Situation(estimates, context.depth_limits, costs, length, waiting, left)
         choice = control.choose(now)
         last = Round(list(requests), estimates, choice, costs.total(0), vocab=context.vocab)
         own = Stopwatch.clock() - self._start
