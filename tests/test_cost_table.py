@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider.models.decode.auto.choice import chain_shape
+from outrider.models.decode.auto.plain_rounds import STALE, PlainRounds
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
@@ -234,3 +235,18 @@ def test_another_drafter_has_costs_of_its_own(
     for name in ("medusa", "eagle3"):
         Engine(target, tiny.drafter(name, target).eval(), auto).start([], 1)
     assert "was measured with another drafter" in auto.notes[1]
+
+
+def test_plain_rounds_of_every_size_are_measured_first_and_after_long() -> None:
+    plain = PlainRounds()
+    assert plain.needed(1, 2)
+    assert not plain.needed(1, 0)
+    for _ in range(2):
+        plain.add(1, plain=True)
+    assert not plain.needed(1, 2)
+    assert plain.needed(2, 2), "a size of its own"
+    for _ in range(STALE - 1):
+        plain.add(1, plain=False)
+    assert not plain.needed(1, 2)
+    plain.add(1, plain=False)
+    assert plain.needed(1, 2)

@@ -16,7 +16,7 @@ has the cost table of the run, and has seen the setting once, in a pass that war
 
 Ended requests of a batch are replaced, as a server does, by `per_slot` requests for each of its
 places in all. The last ones end in ever smaller batches, which costs drafts more than plain
-decoding, whose answers of equal length end together; with `per_slot=1 limit=1` there is no more.
+decoding, whose answers of equal length end together.
 
 `weights=random` decodes with random weights of the drafter, from which no draft pays. Drafters that
 run the target on their drafts have no `auto`.

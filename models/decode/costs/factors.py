@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
+from outrider.models.decode.costs.round_costs import PLAIN
+
 READ = "read"  # rows that the drafter has missed
 LEVELS = "levels"  # of a chain below the first
-PLAIN = "plain"
 FIRST = 5  # rounds whose median begins a factor
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 PAUSE = 16  # rounds of other kinds, after which a factor may lag behind the machine:
@@ -72,10 +73,10 @@ class Factors:
         if (kind, size) in self._factors:
             return self._factors[kind, size]
         if kind not in self._last:
-            return Factor() if kind == PLAIN else replace(self.of(PLAIN, batch), rounds=0)
+            return Factor() if kind == PLAIN.kind else replace(self.of(PLAIN.kind, batch), rounds=0)
         other = self._last[kind]
         known = self._factors[kind, other]
-        plain = [self._factors.get((PLAIN, one)) for one in (size, other)]
+        plain = [self._factors.get((PLAIN.kind, one)) for one in (size, other)]
         ratio = plain[0].value / plain[1].value if plain[0] and plain[1] else 1.0
         return replace(known, value=known.value * ratio)
 
@@ -101,7 +102,7 @@ class Factors:
         for kind in kinds:
             if (kind, size) not in self._factors:
                 value, spread = (known := self.of(kind, batch)).value, known.spread
-                rounds = int(kind in self._last and kind != PLAIN)
+                rounds = int(kind in self._last and kind != PLAIN.kind)
                 own = Factor(value, spread, rounds, (value,) * rounds, self._rounds)
                 self._factors[kind, size] = own
             found[kind] = self._factors[kind, size]
