@@ -4,7 +4,6 @@ Memory and disk are sums of known allocations. Time is the floating-point operat
 divided by this machine's rate, measured in a quarter of a second of matrix products.
 """
 
-import time
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,15 @@ import torch
 from outrider.conf.schema import Config
 from outrider.launch import memory
 from outrider.launch.step_cost import checkpoint_bytes, step_flops
+from outrider.models.decode.round_times import Stopwatch
+from outrider.models.target import process
 from outrider.train.optimizer import state_numbers
 from outrider.train.teacher import max_logits
 from outrider.train.trainer import Trainer
 
 EFFICIENCY = 0.5  # share of that rate in a step: softmax, norms and copies take the rest
-MATRIX_SIZE = 512  # of the timed matrix product
+MATRIX_SIZE = {"cpu": 512, "cuda": 4096}  # of the timed matrix product: enough to fill it
+AT_ONCE = 4  # products between two looks at the clock
 
 
 class Cost(NamedTuple):
@@ -64,13 +66,15 @@ def _flops(run: Trainer, size: int, rows: float, tokens: int) -> float:
 
 def matmul_rate(bytes_of: int) -> float:
     """Measure floating-point operations per second of this machine's matrix products."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if bytes_of == 2 else torch.float32
-    x = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype)
-    count = 0
-    started = time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < 0.25:
-        float((x @ x)[0, 0])
-        count += 1
-    rate: float = 2.0 * MATRIX_SIZE**3 * count / elapsed
+    device = process.device()
+    dtype, size = torch.bfloat16 if bytes_of == 2 else torch.float32, MATRIX_SIZE[device.type]
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    watch, count, elapsed = Stopwatch(device), 0, 0.0
+    torch.mm(x, x)  # the first product loads libraries
+    watch.lap()
+    while elapsed < 0.25:
+        for _ in range(AT_ONCE):
+            torch.mm(x, x)
+        count, elapsed = count + AT_ONCE, elapsed + watch.lap()
+    rate: float = 2.0 * size**3 * count / elapsed
     return rate

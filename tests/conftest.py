@@ -31,10 +31,12 @@ SAMPLE = 6  # cases of a parametrised test that `make test` runs
 
 
 def pytest_configure() -> None:
-    """Give each worker and child process one thread, unless OMP_NUM_THREADS is set.
+    """Give each worker and child process one thread of the CPU, unless OMP_NUM_THREADS is set.
 
-    Two workers with two threads each on two cores take four times as long.
+    Two workers with two threads each on two cores take four times as long. Commands run on the CPU,
+    also on a machine with a GPU; test_gpu.py compares the two.
     """
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault(process.THREADS, threads)  # ranks that a launcher starts
 

@@ -67,13 +67,14 @@ class Branches(RandomSource):
         return torch.stack([self._choose(weights) for weights in rows.unbind(1)], dim=1)
 
     def _choose(self, weights: Tensor) -> Tensor:
-        chances = self.chances[:, None] * (weights / weights.sum(-1, keepdim=True))
+        before = self.chances[:, None].to(weights.device)
+        chances = before * (weights / weights.sum(-1, keepdim=True))
         possible = (chances > 0).any(0).nonzero()[:, 0].tolist()
         step = len(self.trail)
         branch = self.script[step] if step < len(self.script) else 0
         self.trail.append((branch, len(possible)))
         self.chances = chances[:, possible[branch]]
-        return torch.full((len(weights),), possible[branch])
+        return torch.full((len(weights),), possible[branch], device=weights.device)
 
 
 class Scripted(RandomSource):

@@ -162,10 +162,9 @@ def test_a_lost_piece_of_a_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "PREFILL_MASK", 12)
     absorb, calls = Engine._absorb_rows, list[int]()
 
-    def lose_first(self: Engine, *args: object) -> None:
+    def lose_first(self: Engine, *args: object) -> float:
         calls.append(0)
-        if len(calls) > 1:
-            absorb(self, *args)  # type: ignore[arg-type]
+        return absorb(self, *args) if len(calls) > 1 else 0.0  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "_absorb_rows", lose_first)
     with pytest.raises(ValueError, match="after 0 rows of a prompt"):

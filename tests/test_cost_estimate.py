@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError
@@ -10,6 +12,7 @@ from outrider.conf.schema import Config, LaunchConfig
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.launch import cost_estimate
+from outrider.models.decode.round_times import Stopwatch
 from outrider.models.target import load
 from outrider.train import distributed
 from outrider.train.settings import parse
@@ -26,6 +29,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     cfg = config(tmp_path_factory.mktemp("plan"))
     loaded = load.load_target(cfg.target)
     return Trainer(cfg, loaded, load_training_data(cfg, loaded, (1, 3, 4), Reporter.silent()))
+
+
+@pytest.mark.parametrize("bytes_of", [2, 4])
+def test_the_rate_is_that_of_matrix_products(
+    bytes_of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that moves by a second with every product; the first product does not count."""
+    now, real = [0.0], torch.mm
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        now[0] += 1.0
+        return real(a, b)
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(Stopwatch, "clock", staticmethod(lambda: now[0]))
+    size = cost_estimate.MATRIX_SIZE["cpu"]
+    assert cost_estimate.matmul_rate(bytes_of) == 2.0 * size**3
 
 
 def test_the_disk_estimate_covers_what_a_run_writes(run: Trainer) -> None:

@@ -1,11 +1,25 @@
-"""Tests of waiting for another process (models/target/process.py)."""
+"""The device of a process, and waiting for another process (models/target/process.py)."""
 
 from itertools import count
 
 import pytest
+import torch
 
 from outrider.conf.errors import RunError
-from outrider.models.target.process import wait_until
+from outrider.models.target.process import backend, device, wait_until
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("True", "cpu"), ("true", "cpu"), ("1", "cpu"), ("False", "cuda"), ("0", "cuda")],
+)
+def test_a_gpu_is_not_used_where_accelerate_asks_for_the_cpu(
+    value: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --cpu` writes "True"."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+    assert (device().type, backend()) == (kind, "gloo" if kind == "cpu" else "nccl")
 
 
 def test_waiting_ends_when_the_condition_is_met() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from outrider.conf.errors import ConfigError
 from outrider.conf.schema import LaunchConfig
-from outrider.models.target.process import backend, world_size
+from outrider.models.target.process import backend, device, world_size
 from outrider.train import deepspeed_build
 
 REFUSED = {
@@ -83,12 +83,14 @@ def build_accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count
         options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend(), timeout=wait)]
     if launch.name.startswith("zero"):
         _set_single_process()
+        if device().type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # also on a machine with a GPU
         deepspeed_build.load_operator()
         os.environ.pop(FIELDS, None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config=deepspeed_settings(launch, clip, micro_batch, count)
         )
-    elif not torch.cuda.is_available():
+    elif device().type == "cpu":
         options["cpu"] = True
     return Accelerator(**options)
 
@@ -105,7 +107,7 @@ def deepspeed_settings(
     launch: LaunchConfig, clip: float, micro_batch: int, count: int
 ) -> dict[str, Any]:
     """Return DeepSpeed's settings for this launch, where they differ from its defaults."""
-    pinned = torch.cuda.is_available()  # page-locked memory, which a GPU reads directly
+    pinned = device().type == "cuda"  # page-locked memory, which a GPU reads directly
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": launch.accumulation,

@@ -23,6 +23,7 @@ from outrider.conf.schema import DrafterSettings, TargetConfig
 from outrider.models import drafters
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.drafting.vocab import DraftVocab
+from outrider.models.target import process
 from outrider.models.target.target import Target
 from outrider.train.manifest import machine as machine_facts
 
@@ -31,7 +32,8 @@ CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measu
 
 def describe_machine() -> str:
     """Return the processor, threads, GPU and PyTorch version in one line."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    on_gpu = process.device().type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else "no GPU"
     threads = format_count(torch.get_num_threads(), "thread")
     return f"{machine_facts()['processor']}, {threads}, {device}, torch {torch.__version__}"
 
@@ -59,6 +61,19 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Return the peak memory of a step above its start: of the GPU, or resident memory."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    before = resident_bytes()
+    with PeakMemory() as peak:
+        step()
+    return peak.highest - before
 
 
 def target_settings(name: str, dtype: Any = "float32") -> TargetConfig:

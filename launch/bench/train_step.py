@@ -33,6 +33,7 @@ from outrider.models.argmax import first_argmax
 from outrider.models.decode.costs.forward_times import interleaved_ms
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Batch, ModelShape, Trace
+from outrider.models.target import process
 from outrider.train.losses import parse_depth_weights
 from outrider.train.objective import Objective
 from outrider.train.step_data import trained_counts
@@ -90,7 +91,8 @@ class Case(NamedTuple):
         depths, trace = len(self.objective.weights), self.trace
         batch = Batch(trace.ids, trace.answer, trace.document, trace.positions)
         denominators = trained_counts(self.objective.drafter, batch, depths)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16"):
+        kind, reduced = trace.ids.device.type, self.precision == "bf16"
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=reduced):
             loss, _ = self.objective(self.trace, denominators)
         loss.backward()
         self.objective.zero_grad()
@@ -123,7 +125,15 @@ class _Ends:
 def build_case(
     options: Options, depths: int, precision: Precision, path: Path, name: str = "eagle3"
 ) -> Case:
-    """Return a drafter of these sizes on a random trace, half of the rows supervised."""
+    """Return a drafter of these sizes on a random trace, half of the rows supervised.
+
+    Everything is on the GPU where there is one.
+    """
+    with process.device():
+        return _build_case(options, depths, precision, path, name)
+
+
+def _build_case(options: Options, depths: int, precision: Precision, path: Path, name: str) -> Case:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     shape = ModelShape(
@@ -196,8 +206,8 @@ def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str,
     """A row per drafter and path; seconds are medians of alternated steps."""
     keys = [(name, path) for name in options.drafters for path in options.paths]
     steps = [build_case(options, depths, precision, path, name).step for name, path in keys]
-    nothing, cpu = [lambda: None] * len(steps), torch.device("cpu")
-    times = interleaved_ms(steps, nothing, options.repeats, cpu)
+    nothing = [lambda: None] * len(steps)
+    times = interleaved_ms(steps, nothing, options.repeats, process.device())
     rows = []
     for (name, path), ms in zip(keys, times, strict=True):
         seconds, setting = [t / 1000 for t in ms], {"depths": depths, "precision": precision}
@@ -212,13 +222,10 @@ def _rows(options: Options, depths: int, precision: Precision) -> list[dict[str,
 
 
 def _peak_mb(options: Options) -> float:
-    """Peak resident memory of one step above its start, in MiB."""
+    """Return the peak memory of one step above its start, in MiB: resident, or of the GPU."""
     (depths,), (precision,), (path,) = options.depths, options.precision, options.paths
     (name,) = options.drafters
     step = build_case(options, depths, precision, path, name).step
     small = replace(options, length=16)
     build_case(small, depths, precision, path, name).step()  # libraries allocate
-    before = common.resident_bytes()
-    with common.PeakMemory() as peak:
-        step()
-    return (peak.highest - before) / 2**20
+    return common.peak_bytes(step, process.device()) / 2**20

@@ -55,7 +55,7 @@ def check_threads() -> Finding:
     fix = ""
     if each * local > cores:
         fix = f"More threads than cores: set OMP_NUM_THREADS={max(1, cores // local)}."
-    elif (each + 1) * local <= cores and not torch.cuda.is_available():
+    elif (each + 1) * local <= cores and process.device().type == "cpu":
         fix = f"Cores are idle: set OMP_NUM_THREADS={cores // local}, or leave it unset."
     return Finding("threads", "note" if fix else "ok", message, facts, fix)
 
@@ -86,7 +86,8 @@ def check_precision(config: Config) -> Finding:
 
 def _bf16_rate() -> float:
     """FLOP/s of bfloat16 products; 0 if the device has none."""
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    on_gpu = process.device().type == "cuda"
+    if on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         return 0.0
     try:
         return matmul_rate(2)

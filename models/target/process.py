@@ -14,6 +14,7 @@ from outrider.conf.schema import LaunchConfig
 
 THREADS = "OUTRIDER_THREADS"  # threads of each rank; launchers default to one
 POLL = 2.0  # seconds between two looks of `wait_until`
+TRUE = ("1", "t", "true", "y", "yes", "on")  # how accelerate reads a variable
 
 
 def world_size() -> int:
@@ -30,7 +31,8 @@ def rank() -> int:
 
 def device() -> torch.device:
     """Return the device of this rank; it needs no process group."""
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true":
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in TRUE
+    if torch.cuda.is_available() and not wants_cpu:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
@@ -71,7 +73,7 @@ def init_group(launch: LaunchConfig) -> None:
 
 
 def backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    return "nccl" if device().type == "cuda" else "gloo"
 
 
 def destroy_group() -> None:
