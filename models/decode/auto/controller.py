@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
@@ -59,7 +60,7 @@ class Situation:
     waiting: Sequence[int]
     left: Sequence[float]
 
-    @property
+    @cached_property
     def read_per_token(self) -> float:
         """Missed rows per token of each request, spread over the tokens that it has left."""
         left = (max(1, min(AMORTISED, *both)) for both in zip(self.rooms, self.left, strict=True))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider.models.decode.acceptance import RANKS, RequestAcceptance
@@ -89,6 +90,7 @@ class Round:
         if self.tree is not None:
             self._teach_tree(self.tree)
             return
+        rejected = list[tuple[int, int]]()  # slot, and level of its first rejected token
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
             accepted, drafted = one.out.accepted[-1], one.out.drafted[-1]
             # a text that ends within its draft hides the next level
@@ -103,7 +105,8 @@ class Round:
                 level = drafted + 1
                 estimate.add(level, estimate.given(level, self.unsubmitted[slot]))
             if accepted < drafted and not cut and not self.overlaps:
-                self._teach_rank(slot, accepted, one.out.ids[-1], estimate)
+                rejected.append((slot, accepted))
+        self._teach_ranks(rejected)
 
     def restart(self) -> None:
         """Begin the estimates afresh where a draft token was accepted."""
@@ -111,15 +114,17 @@ class Round:
             if one.out.accepted[-1]:
                 estimate.restart(self.confidences[0][slot] if self.confidences else None)
 
-    def _teach_rank(
-        self, slot: int, level: int, correction: int, estimate: RequestAcceptance
-    ) -> None:
-        """Count which sibling of a rejected token would have been accepted."""
-        if level < len(self.logits) and self.vocab is not None:
-            row = self.logits[level][slot, 0]
-            top = self.vocab.to_target(row.topk(min(RANKS, len(row))).indices).tolist()
+    def _teach_ranks(self, rejected: Sequence[tuple[int, int]]) -> None:
+        """Count which siblings of rejected tokens would have been accepted."""
+        known = [(slot, level) for slot, level in rejected if level < len(self.logits)]
+        if not known or self.vocab is None:
+            return
+        rows = torch.stack([self.logits[level][slot, 0] for slot, level in known])
+        top_ids = self.vocab.to_target(rows.topk(min(RANKS, rows.shape[1])).indices)
+        for (slot, _), top in zip(known, top_ids.tolist(), strict=True):
+            correction = self.requests[slot].out.ids[-1]
             rank = top.index(correction) if correction in top else None
-            estimate.shared.add_rank(rank, len(top))
+            self.estimates[slot].shared.add_rank(rank, len(top))
 
     def _teach_tree(self, tree: Tree) -> None:
         """Follow the new text down the tree: the rank of each accepted child."""

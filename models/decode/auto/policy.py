@@ -14,6 +14,7 @@ Source: docs/decoding.md, "Automatic drafts"; the trees are those of EAGLE-2, ar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from pathlib import Path
 
 import torch
@@ -214,9 +215,10 @@ class Auto:
         if last.shape.kind == "chain" and last.tree is None:
             first = chain_shape(1), chain_shape(min(1, last.verified.depth))
             last.levels = last.table - _table_seconds(control.costs, last, length, *first)
+        label, gain = last.label, last.choice.gain
         for one in last.requests:
-            one.out.choices.append(last.label)
-            one.out.gains.append(last.choice.gain)
+            one.out.choices.append(label)
+            one.out.gains.append(gain)
         self._gain, self._round = last.choice.gain, last
         last.own = Stopwatch.clock() - self._start
 
@@ -232,12 +234,14 @@ class Auto:
 
     def _begin(self, control: Controller, active: Sequence[ActiveRequest]) -> None:
         """Start the requests that were not there in the round before."""
+        running = self._running
+        if len(active) == len(running) and all(map(is_, active, running)):
+            return
         before = {id(one) for one in self._running}
         new = [one for one in active if id(one) not in before]
         if new:
             control.begin(new, len(new) == len(active), _mean_length(active))
-        if len(active) != len(before) or new:
-            self._running = list(active)
+        self._running = list(active)
 
     def _draft(
         self,

@@ -64,17 +64,23 @@ class Factors:
 
     def __init__(self) -> None:
         self._factors = dict[tuple[str, int], Factor]()
+        self._guessed = dict[tuple[str, int], Factor]()  # of kinds that a class has no round of
         self._last = dict[str, int]()  # kind -> size class that had a round of it last
         self._rounds = 0
 
     def of(self, kind: str, batch: int) -> Factor:
         """Return the factor of a kind for batches of this size."""
-        size = size_class(batch)
-        if (kind, size) in self._factors:
-            return self._factors[kind, size]
+        key = kind, size_class(batch)
+        if key in self._factors:
+            return self._factors[key]
+        if key not in self._guessed:
+            self._guessed[key] = self._guess(kind, batch)
+        return self._guessed[key]
+
+    def _guess(self, kind: str, batch: int) -> Factor:
         if kind not in self._last:
             return Factor() if kind == PLAIN.kind else replace(self.of(PLAIN.kind, batch), rounds=0)
-        other = self._last[kind]
+        size, other = size_class(batch), self._last[kind]
         known = self._factors[kind, other]
         plain = [self._factors.get((PLAIN.kind, one)) for one in (size, other)]
         ratio = plain[0].value / plain[1].value if plain[0] and plain[1] else 1.0
@@ -92,6 +98,7 @@ class Factors:
         size = sum(part**2 for part in parts.values())
         factors = self._own(parts, batch)
         self._rounds += 1
+        self._guessed.clear()
         error = seconds - sum(factors[name].value * part for name, part in parts.items())
         for name, part in parts.items():
             factors[name].add(factors[name].value + error * part / size, self._rounds)
