@@ -17,9 +17,25 @@ def test_a_gpu_is_not_used_where_accelerate_asks_for_the_cpu(
     value: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accelerate launch --cpu` writes "True"."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    use_gpus(monkeypatch, 1)
     monkeypatch.setenv("ACCELERATE_USE_CPU", value)
     assert (device().type, backend()) == (kind, "gloo" if kind == "cpu" else "nccl")
+
+
+def use_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let torch say that there are GPUs."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_rank_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(RunError, match="Rank 2 of this machine has no GPU: it sees 2 GPUs"):
+        device()
 
 
 def test_waiting_ends_when_the_condition_is_met() -> None:

@@ -20,6 +20,7 @@ from outrider.conf.errors import RunError
 from outrider.conf.files import write_json
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import DrafterSettings, TargetConfig
+from outrider.launch.processes import clean_environment
 from outrider.models import drafters
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.drafting.vocab import DraftVocab
@@ -30,9 +31,14 @@ from outrider.train.manifest import machine as machine_facts
 CHILD = "OUTRIDER_BENCH_CHILD"  # set in the environment of a process that measures one setting
 
 
-def describe_machine() -> str:
-    """Return the processor, threads, GPU and PyTorch version in one line."""
-    on_gpu = process.device().type == "cuda"
+def describe_machine(on_gpu: bool | None = None) -> str:
+    """Return the processor, threads, GPU and PyTorch version in one line.
+
+    Args:
+        on_gpu: the GPU was used; None: if there is one.
+    """
+    if on_gpu is None:
+        on_gpu = process.device().type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "no GPU"
     threads = format_count(torch.get_num_threads(), "thread")
     return f"{machine_facts()['processor']}, {threads}, {device}, torch {torch.__version__}"
@@ -153,8 +159,16 @@ def save_result(out: str, result: Mapping[str, Any]) -> None:
         write_json(Path(out), result)
 
 
-def report(console: Console, table: Table, out: str, result: Mapping[str, Any]) -> None:
+def report(
+    console: Console, table: Table, out: str, result: Mapping[str, Any], on_gpu: bool | None = None
+) -> None:
     """Print the table and the machine; write the machine and the result to `out`."""
     console.print(table)
-    console.print(describe_machine())
-    save_result(out, {"machine": describe_machine(), **result})
+    console.print(describe_machine(on_gpu))
+    save_result(out, {"machine": describe_machine(on_gpu), **result})
+
+
+def local_environment(ranks: int) -> dict[str, str]:
+    """Return the environment of local ranks: one thread each, the CPU where GPUs are too few."""
+    few = {"ACCELERATE_USE_CPU": "true"} if torch.cuda.device_count() < ranks else {}
+    return {**clean_environment(), "OMP_NUM_THREADS": "1", **few}

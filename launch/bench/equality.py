@@ -18,8 +18,13 @@ from outrider.conf.fields import option
 from outrider.conf.json_shapes import read_object
 from outrider.conf.options import parse_words
 from outrider.conf.tensor_files import read_tensors
-from outrider.launch.bench.common import number_table, run_command, save_result
-from outrider.launch.processes import clean_environment, train_command
+from outrider.launch.bench.common import (
+    local_environment,
+    number_table,
+    run_command,
+    save_result,
+)
+from outrider.launch.processes import train_command
 from outrider.train.checkpoint import list_checkpoints
 from outrider.train.metrics_log import read_log
 
@@ -121,6 +126,6 @@ def _train(variant: LaunchVariant, options: Options) -> Path:
          f"train.max_steps={options.steps}", f"launch={variant.launch}",
          f"launch.accumulation={variant.accumulation}", f"launch.offload={variant.offload}",
          f"run.dir={run}"],
-        {**clean_environment(), "OMP_NUM_THREADS": "1"},
+        local_environment(max(one.ranks for one in VARIANTS)),
     )  # fmt: skip
     return run

@@ -73,7 +73,7 @@ def families(words: list[str]) -> int:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     console.print(f"transformers {transformers.__version__}")
     result = {"setting": dataclasses.asdict(options), "versions": versions, "rows": rows}
-    common.report(console, table, options.out, result)
+    common.report(console, table, options.out, result, on_gpu=False)
     return 0
 
 

@@ -64,7 +64,7 @@ def lengths(words: list[str]) -> int:
                 cells = (f"{row[key]:.{digits}f}" for key, digits in COLUMNS.items())
                 table.add_row(str(length), recompute, *cells)
     result = {"setting": dataclasses.asdict(options), "rows": rows}
-    common.report(console, table, options.out, result)
+    common.report(console, table, options.out, result, on_gpu=False)
     return 0
 
 

@@ -67,7 +67,7 @@ def long_prompts(words: list[str]) -> int:
                 cells += [f"{row['peak_mb']:.0f}", f"{row['cache_mb']:.0f}", f"{row['s']:.1f}"]
             table.add_row(name, *cells)
     result = {"setting": dataclasses.asdict(options), "rows": rows}
-    common.report(console, table, options.out, result)
+    common.report(console, table, options.out, result, on_gpu=False)
     return 0
 
 

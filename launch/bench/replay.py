@@ -113,9 +113,10 @@ def replay(words: list[str]) -> int:
         for row in rows:
             table.add_row(*map(_cell, row.values()))
         console.print(table)
-    console.print(common.describe_machine())
+    machine = common.describe_machine(on_gpu=False)
+    console.print(machine)
     result = {"setting": dataclasses.asdict(options), "rounds": rounds, "decoding": speeds}
-    common.save_result(options.out, {"machine": common.describe_machine(), **result})
+    common.save_result(options.out, {"machine": machine, **result})
     return 0
 
 

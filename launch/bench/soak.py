@@ -42,6 +42,7 @@ RUN = [
     "train.batch_tokens=512", "train.save_every=2", "train.eval_every=4", "train.log_every=1",
     "train.keep_last=3", "drafter.depths=2", "train.quick_eval=false", "launch.wait=0.25",
 ]  # fmt: skip
+ON_CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}  # sums in one order: equal bits
 Launcher: TypeAlias = "subprocess.Popen[bytes]"
 Kind = Literal[
     "kill a rank", "kill all", "kill in a save", "kill in a test", "terminate", "terminate a rank",
@@ -166,7 +167,7 @@ class FaultyRun:
         with open_log(self.log) as file:
             return subprocess.Popen(
                 self.command, stdout=file, stderr=file, start_new_session=True,
-                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+                env={**clean_environment(), **ON_CPU},
             )  # fmt: skip
 
     def finish(self) -> None:

@@ -173,6 +173,7 @@ def _on_gpu(run: Trainer) -> tuple[int, str, dict[str, Any]]:
     """Return as `_on_cpu`, from trials with the memory of the optimizer's states reserved."""
     device, trials = run.target.device, list[BatchTrial]()
     moments = torch.empty(_state_bytes(run), dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
     free = float(torch.cuda.mem_get_info(device)[0])
     before = torch.cuda.memory_allocated(device)
 

@@ -191,7 +191,8 @@ class KVCache(AttentionCache):
             goal.copy_(rows)
         else:
             # not scatter_, which in half precision takes the time of all columns on a CPU
-            columns.transpose(1, 2)[self._prompts, self._new_columns] = rows.transpose(1, 2)
+            at = self._prompts.to(rows.device), self._new_columns.to(rows.device)
+            columns.transpose(1, 2)[at] = rows.transpose(1, 2)
         return columns
 
     def _slice_block(self, block: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -248,7 +249,8 @@ class KVCache(AttentionCache):
         if is_prefix(paths):
             return
         assert paths_on_device is not None, "rows that move need their indices on the device"
-        self._gather_rows(starts, paths_on_device[:, : max(map(len, paths))])
+        longest = max(map(len, paths))
+        self._gather_rows(starts, paths_on_device[:, :longest].to(self._positions.device))
 
     def _gather_rows(self, starts: list[int], paths: Int[Tensor, "B P"]) -> None:
         """Move these rows after `starts` to the first columns there."""
@@ -264,7 +266,8 @@ class KVCache(AttentionCache):
         prompts = torch.arange(len(paths), device=device)[:, None]
         for _, block, used in self._blocks:
             part = block[:used, first:stop].permute(1, 3, 0, 2, 4)
-            part[prompts, goal] = part[prompts, source]
+            at, before, after = (index.to(block.device) for index in (prompts, source, goal))
+            part[at, after] = part[at, before]
 
     def _move_rows(self, slot: int, start: int, source: Int[Tensor, " P"]) -> None:
         """Move whole rows of one slot, which is faster than gather and scatter."""
@@ -273,7 +276,7 @@ class KVCache(AttentionCache):
         positions[goal] = positions.index_select(0, source)
         for _, block, used in self._blocks:
             part = block[:used, slot]
-            part[:, :, goal] = part.index_select(2, source)
+            part[:, :, goal] = part.index_select(2, source.to(block.device))
 
     def positions(self, slot: int = 0) -> Int[Tensor, "1 S"]:
         """Return the positions of a slot's rows."""

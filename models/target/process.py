@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.conf.errors import RunError
+from outrider.conf.quantities import format_count
 from outrider.conf.schema import LaunchConfig
 
 THREADS = "OUTRIDER_THREADS"  # threads of each rank; launchers default to one
@@ -30,11 +31,21 @@ def rank() -> int:
 
 
 def device() -> torch.device:
-    """Return the device of this rank; it needs no process group."""
+    """Return the device of this rank; it needs no process group.
+
+    Raises:
+        RunError: there are more ranks on this machine than GPUs.
+    """
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in TRUE
-    if torch.cuda.is_available() and not wants_cpu:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    if wants_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
+        message = f"Rank {number} of this machine has no GPU: it sees {format_count(count, 'GPU')}."
+        raise RunError(
+            message, "Start one process per GPU, or set ACCELERATE_USE_CPU=true to use the CPU."
+        )
+    return torch.device("cuda", number)
 
 
 def processor() -> str:

@@ -237,6 +237,8 @@ class Target:
             stop = self.num_layers if part.stop is None else part.stop
             inside = [tap for tap in self.taps if part.first <= tap < stop]
             taps, last = run(ids, positions, masks, cache, inside, part)
+            if self.is_remote:
+                taps, last = [tap.to(self.device) for tap in taps], last.to(self.device)
             if cache is not None:
                 cache.commit(positions)
             return TargetStates(torch.cat(taps, dim=-1) if taps else last[..., :0], last)
@@ -279,7 +281,7 @@ class Target:
             ).last_hidden_state
         if part.stop is not None:
             last = outputs[part.stop - 1]
-        return [outputs[tap].to(self.device) for tap in taps], last.to(self.device)
+        return [outputs[tap] for tap in taps], last
 
     def trace(
         self,

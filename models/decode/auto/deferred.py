@@ -65,10 +65,16 @@ class DeferredDrafter(Drafter):
         read: rows and seconds of the last reading.
     """
 
-    def __init__(self, drafter: Drafter, on_finish: Callable[[], None]) -> None:
-        """`on_finish` is called when an answer has ended."""
+    def __init__(
+        self, drafter: Drafter, on_finish: Callable[[], None], device: torch.device
+    ) -> None:
+        """
+        Args:
+            on_finish: called when an answer has ended.
+            device: of the target; reading is timed on it.
+        """
         super().__init__()
-        self.inner, self.on_finish = drafter, on_finish
+        self.inner, self.on_finish, self.device = drafter, on_finish, device
         self.taps, self.vocab = drafter.taps, drafter.vocab
         self.max_depth, self.extra_rows = drafter.max_depth, drafter.extra_rows
         self.splits, self.may_abstain = drafter.splits, drafter.may_abstain  # type: ignore[misc]
@@ -110,7 +116,7 @@ class DeferredDrafter(Drafter):
         self.on_finish()
 
     def _read_waiting(self, states: Sequence[Deferred]) -> None:
-        start, total = Stopwatch.clock(), 0
+        watch, total = Stopwatch(self.device), 0
         while late := [one for one in states if one.waiting]:
             pieces = [_first_rows(one.waiting) for one in late]
             traces = [_joined(piece) for piece in pieces]
@@ -119,7 +125,7 @@ class DeferredDrafter(Drafter):
                 one.absorbed, one.waiting = absorbed, one.waiting[len(piece) :]
                 one.rows -= trace.ids.shape[1]
                 total += trace.ids.shape[1]
-        self.read = total, Stopwatch.clock() - start
+        self.read = total, watch.lap()
 
 
 def _first_rows(waiting: tuple[Waiting, ...]) -> tuple[Waiting, ...]:

@@ -116,7 +116,7 @@ class Auto:
             self.controller = None  # its costs are those of another drafter
             self._weight = GUESSED if drafter.calibration is None else CALIBRATED
             self._acceptance.clear()
-        self._drafter = DeferredDrafter(drafter, self.settle)
+        self._drafter = DeferredDrafter(drafter, self.settle, target.device)
         return self._drafter
 
     def prepare(self, target: Target, slots: int, rows: int) -> None:
