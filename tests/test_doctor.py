@@ -333,6 +333,16 @@ def test_taps_that_are_not_finite_are_wrong(run: Trainer, monkeypatch: pytest.Mo
     assert target.check_taps(run).state == "wrong"
 
 
+def test_a_rank_without_a_gpu_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = environment.check_launcher(config(tmp_path))
+    assert (found.state, found.facts["gpus"]) == ("wrong", 1)
+    assert "Rank 1 of this machine has no GPU" in found.message
+
+
 def test_an_unsupported_precision_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_bfloat16(bytes_of: int) -> float:
         if bytes_of == 2:

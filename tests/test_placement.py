@@ -16,6 +16,8 @@ from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import TargetConfig
 from outrider.data.reporter import Reporter
+from outrider.models.decode.engine import Engine
+from outrider.models.decode.request import Request
 from outrider.models.drafters.medusa import Config as MedusaConfig
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.target import placement
@@ -128,6 +130,10 @@ def test_ends_and_states_are_on_the_output_device() -> None:
     ours, theirs = apart.trace(*rows()), whole.trace(*rows())
     assert torch.equal(ours.last, theirs.last)
     assert torch.equal(ours.taps, theirs.taps)
+    assert apart.fast_forward is not None
+    requests = [Request([5, 40, 17], 6), Request([7] * 9, 6)]
+    texts = [Engine(t, None, None).generate_all(requests, 2) for t in (apart, whole)]
+    assert [out.ids for out in texts[0]] == [out.ids for out in texts[1]]
     far = Target(tiny.target().model.to("meta"), output_device=torch.device("meta"))
     assert far.layer_device.type == far.device.type == "meta"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import LaunchConfig
 from outrider.models.target.process import backend, device, world_size
 from outrider.train import deepspeed_build
@@ -71,7 +71,7 @@ def build_accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count
     DeepSpeed clips by itself, and needs the rows per forward and the number of trained parameters.
     """
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, patch_environment
 
     require_matching_launcher(launch)
     options: dict[str, Any] = {
@@ -83,16 +83,29 @@ def build_accelerator(launch: LaunchConfig, clip: float, micro_batch: int, count
         options["kwargs_handlers"] = [InitProcessGroupKwargs(backend=backend(), timeout=wait)]
     if launch.name.startswith("zero"):
         _set_single_process()
-        if device().type == "cpu":
+        on_cpu = device().type == "cpu"
+        if on_cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # also on a machine with a GPU
         deepspeed_build.load_operator()
         os.environ.pop(FIELDS, None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config=deepspeed_settings(launch, clip, micro_batch, count)
         )
-    elif device().type == "cpu":
+        # accelerate drops DeepSpeed without a message where its variable asks for the CPU
+        variables = {"accelerate_use_cpu": "false", "accelerate_torch_device": "cpu"}
+        with patch_environment(**(variables if on_cpu else {})):
+            return _with_deepspeed(Accelerator(**options))
+    if device().type == "cpu":
         options["cpu"] = True
     return Accelerator(**options)
+
+
+def _with_deepspeed(accelerator: Any) -> Any:
+    """Return the Accelerator; raise a RunError if it would train without DeepSpeed."""
+    if accelerator.distributed_type != "DEEPSPEED":
+        message = f"accelerate chose {accelerator.distributed_type} in place of DeepSpeed."
+        raise RunError(message, "Unset the variables ACCELERATE_*, or use launch=ddp.")
+    return accelerator
 
 
 def limit_waits(minutes: float) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.packages import install_command
 from outrider.conf.quantities import format_count
 from outrider.conf.schema import Config
@@ -19,12 +19,18 @@ FASTER = 1.3  # speed ratio from which the other precision is recommended
 def check_launcher(config: Config) -> Finding:
     """Report world size, backend and device, and whether launcher and configuration agree."""
     launch, world, gpus = config.launch, process.world_size(), torch.cuda.device_count()
+    try:
+        device = process.device()
+    except RunError as error:
+        return Finding(
+            "launcher", "wrong", error.message, {"ranks": world, "gpus": gpus}, error.fix
+        )
     backend = process.backend() if world > 1 else None
-    facts = {"launch": launch.name, "ranks": world, "device": str(process.device()), "gpus": gpus,
+    facts = {"launch": launch.name, "ranks": world, "device": str(device), "gpus": gpus,
              "backend": backend, "wait_minutes": launch.wait}  # fmt: skip
     message = f"launch={launch.name}, {format_count(world, 'process', 'processes')}"
     message += f" over {backend}" if backend else ""
-    message += f" on {process.device()}, {format_count(gpus, 'GPU') if gpus else 'no GPU'}"
+    message += f" on {device}, {format_count(gpus, 'GPU') if gpus else 'no GPU'}"
     try:
         distributed.require_matching_launcher(launch)
     except ConfigError as error:

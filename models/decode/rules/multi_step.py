@@ -72,7 +72,7 @@ def multi_step(
         rows[at] = residual(p, q)[0]
     flips = rng.flip(ratios.clamp(max=1.0))
     first = flips & real & ~(earlier & flips[:, None]).any(-1)
-    passed = torch.zeros_like(tree.ids).scatter_add(1, node, first.long()) > 0
+    passed = torch.zeros_like(tree.parents).scatter_add(1, node, first.long()) > 0
     passed[:, 0] = True
     path, length = deepest_path(tree, passed)
     return Accepted(path, length, draw_one(select_node(rows, path[:, -1]), rng))
