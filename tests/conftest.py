@@ -34,7 +34,7 @@ def pytest_configure() -> None:
     """Give each worker and child process one thread of the CPU, unless OMP_NUM_THREADS is set.
 
     Two workers with two threads each on two cores take four times as long. Commands run on the CPU,
-    also on a machine with a GPU; test_gpu.py compares the two.
+    also on a machine with a GPU, unless `accelerate launch` starts them; test_gpu.py compares both.
     """
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     threads = os.environ.setdefault("OMP_NUM_THREADS", "1")

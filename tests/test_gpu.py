@@ -149,11 +149,6 @@ def test_sampled_answers_have_the_law_of_the_target(policy: Policy) -> None:
 # ---- training ------------------------------------------------------------------------------------
 
 
-def trace_on(device: torch.device, trace: Trace) -> Trace:
-    fields = {k: v.to(device) for k, v in vars(trace).items() if v is not None}
-    return Trace(**fields)
-
-
 def loss_and_gradients(
     drafter: Drafter, target: Target, trace: Trace, loss: list[str] | None
 ) -> dict[str, torch.Tensor]:
@@ -186,7 +181,7 @@ def require_equal_steps(drafter: Drafter, target: Target, loss: list[str] | None
     trace = tiny.packed_trace(target)
     cpu = loss_and_gradients(drafter, target, trace, loss)
     target, drafter = on_gpu(target, drafter)
-    gpu = loss_and_gradients(drafter, target, trace_on(DEVICE, trace), loss)
+    gpu = loss_and_gradients(drafter, target, trace.to(DEVICE), loss)
     assert gpu.keys() == cpu.keys()
     for key, value in cpu.items():
         assert torch.allclose(gpu[key].cpu(), value, rtol=1e-3, atol=1e-4), key

@@ -15,7 +15,7 @@ Worked example, three slots of lengths 5, 2 and 4, two new tokens: the forward h
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,20 @@ from torch import Tensor
 from outrider.models.cache.attention_cache import AttentionCache
 from outrider.models.cache.recurrent_states import RecurrentStates, States
 from outrider.models.small_matmul import gqa_attention
+
+
+class BlockViews(NamedTuple):
+    """Views of a block for one forward.
+
+    Attributes:
+        columns: per layer, the attended columns.
+        goals: per layer, the new columns, if all slots share them.
+        at: prompts and new columns, on the device of the block.
+    """
+
+    columns: tuple[Tensor, ...]
+    goals: tuple[Tensor, ...]
+    at: tuple[Tensor, Tensor]
 
 
 class KVCache(AttentionCache):
@@ -48,7 +62,7 @@ class KVCache(AttentionCache):
         self._prompts = self._positions[:, :0]
         self._count = self._start = self._width = 0  # of the current forward
         self._equal_lengths = True  # of the selected slots
-        self._views: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # of that forward
+        self._views = list[BlockViews]()  # of that forward
 
     def __len__(self) -> int:
         """Number of layers that have written."""
@@ -186,20 +200,20 @@ class KVCache(AttentionCache):
         return gqa_attention(query, *self.update(key, value, layer), mask, scale)
 
     def _append(self, rows: Tensor, block: int, index: int) -> Tensor:
-        columns, goal = (part[index] for part in self._views[block])
+        view = self._views[block]
+        columns = view.columns[index]
         if self._equal_lengths:
-            goal.copy_(rows)
+            view.goals[index].copy_(rows)
         else:
             # not scatter_, which in half precision takes the time of all columns on a CPU
-            at = self._prompts.to(rows.device), self._new_columns.to(rows.device)
-            columns.transpose(1, 2)[at] = rows.transpose(1, 2)
+            columns.transpose(1, 2)[view.at] = rows.transpose(1, 2)
         return columns
 
-    def _slice_block(self, block: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return each layer's attended columns, and its new columns if all slots share them."""
+    def _slice_block(self, block: Tensor) -> "BlockViews":
         columns = block[:, slice(*self._window), :, : self._width]
         goal = columns[:, :, :, self._start : self._start + self._count]
-        return columns.unbind(), goal.unbind()
+        at = self._prompts.to(block.device), self._new_columns.to(block.device)
+        return BlockViews(columns.unbind(), goal.unbind(), at)
 
     def _allocate(self, rows: Tensor, depth: int) -> tuple[int, int]:
         """Return (block, index) in a block of this shape, usually shared by all layers."""

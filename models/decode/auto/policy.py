@@ -237,7 +237,7 @@ class Auto:
         running = self._running
         if len(active) == len(running) and all(map(is_, active, running)):
             return
-        before = {id(one) for one in self._running}
+        before = set(map(id, running))
         new = [one for one in active if id(one) not in before]
         if new:
             control.begin(new, len(new) == len(active), _mean_length(active))
