@@ -1,6 +1,7 @@
 """The `key=value` words of a command that has no group in conf/, such as the benchmarks."""
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -11,12 +12,14 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import from_dict, leaf_fields, unknown_key
 
 T = TypeVar("T")
+OUTER_COMMA = re.compile(r",(?![^\[]*\])")  # not within brackets
 
 
 def parse_words(schema: type[T], words: Sequence[str]) -> T:
     """Build `schema` from the `key=value` words of a command that has no group in conf/.
 
-    A list is written with or without brackets: `depths=3,7`. Text is taken literally.
+    A list is written with or without brackets: `depths=3,7`, and `[]` is the empty one. Text is
+    taken literally; in a list, commas within brackets do not separate it.
     """
     kinds = {key: kind for key, kind, _ in leaf_fields(schema)}
     values: dict[str, Any] = {}
@@ -36,7 +39,9 @@ def parse_words(schema: type[T], words: Sequence[str]) -> T:
 def _parse(kind: Any, text: str) -> Any:
     """A word's text as a plain value of the type `kind`, not yet checked."""
     if get_origin(kind) in (list, tuple):
-        return [_parse(get_args(kind)[0], part.strip()) for part in text.strip("[]").split(",")]
+        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        parts = [] if text == "[]" else OUTER_COMMA.split(inside)
+        return [_parse(get_args(kind)[0], part.strip()) for part in parts]
     if kind is str or get_origin(kind) is Literal:
         return text
     try:

@@ -183,21 +183,21 @@ def test_the_bound_holds_for_any_text(
 
 
 @pytest.mark.parametrize("level", [LEVEL, 1.5 * STEP])
+@pytest.mark.parametrize("count", [4, 12, 60])
+@pytest.mark.parametrize("name", ["always wrong", "every third", "a third at random", "lures"])
 def test_short_answers_share_what_drafts_in_vain_cost(
-    level: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, level: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound holds for forty answers of twelve tokens together, with one c0 for all."""
+    """The bound holds for forty answers together, with one c0 for all."""
+    right = {**TEXTS, "lures": lambda n: n < count // 4}[name]
     monkeypatch.setattr(sys.modules[__name__], "LEVEL", level)
     target = timed_target(clock, monkeypatch)
-    start = clock.now
-    plain = Engine(target, None, None).generate(PROMPT, 12)
-    seconds = clock.now - start
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: False), clock)
+    plain, seconds = plain_answer(target, clock, count)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, right), clock)
     engine, _ = auto_engine(target, drafter)
-    engine.generate(PROMPT, 12)
     start = clock.now
     for _ in range(40):
-        assert engine.generate(PROMPT, 12).ids == plain.ids
+        assert engine.generate(PROMPT, count).ids == plain.ids
     assert clock.now - start <= (1 + EPS) * 40 * seconds + SLACK * STEP
 
 
@@ -367,6 +367,20 @@ def test_the_ledger_by_hand() -> None:
     assert ledger.kept
     ledger.add(200.0, 1.0)
     assert not ledger.kept
+
+
+def test_the_next_text_carries_over_what_is_not_earned() -> None:
+    """Of 4 s lost, ten plain seconds earn 0.3 s; savings and more than c0 are not carried over."""
+    ledger = Ledger(EPS, step=1.0)
+    ledger.add(14.0, 10.0)
+    after = ledger.next_text(1.0)
+    assert (after.debt, after.worst) == pytest.approx((3.7, 3.7))
+    assert after.missing(6.29) < 0 < after.missing(6.31)
+    after.add(1.0, 10.0)
+    assert after.next_text(1.0).debt == 0
+    ledger.add(100.0, 1.0)
+    assert ledger.next_text(1.0).debt == 10
+    assert ledger.next_text(1.0).kept
 
 
 def test_missed_rows_are_read_as_if_never_missed(clock: Clock) -> None:

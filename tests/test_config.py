@@ -18,6 +18,7 @@ from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import check_interval, convert, from_dict, option
 from outrider.conf.options import parse_words
 from outrider.conf.schema import GROUPS, Config, GenerateConfig, to_yaml
+from outrider.launch.bench.trainers import Options as Trainers
 from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import decodings
@@ -448,6 +449,10 @@ def test_parse_words() -> None:
     options = Options(Run("a=b"), (1, 2), ("no",), 1000, "1_0")
     assert parse_words(Options, words) == options
     assert parse_words(Options, ["depths=[1, 2]", "out="]) == Options(depths=(1, 2))
+    assert parse_words(Options, ["depths=[]"]).depths == ()
+    words = ["words=[data=tiny,drafter.loss=[soft_ce,0.5*kl]]"]
+    assert parse_words(Trainers, words).words == ("data=tiny", "drafter.loss=[soft_ce,0.5*kl]")
+    assert parse_words(Trainers, ["words=drafter.taps=[1,2]"]).words == ("drafter.taps=[1,2]",)
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,24 @@ def test_bench_batch_equals_single_prompts_in_every_shape(run: Config, tmp_path:
         assert row["best x"] == max(fixed.values()) == fixed[row["best"]]
         assert row["auto x"] == auto
         assert row["auto of best"] == pytest.approx(auto / row["best x"])  # of one repetition
+        assert row["auto of chosen"] == row["auto of best"]
     assert [row["auto of best"] for row in rows] == sorted(row["auto of best"] for row in rows)
+
+
+def test_a_repetition_is_compared_with_the_best_shape_of_the_others() -> None:
+    """Fixed shapes that are equal but for chance: the best of each repetition is not the choice."""
+    fixed = {"plain": [10.0, 10.0, 10.0], "a": [12.0, 11.0, 9.0], "b": [9.0, 12.0, 13.0]}
+    speeds = batch.Speeds({**fixed, "auto": [11.0, 11.0, 11.0]})
+    # without the first turn b is the best (1.25), without the second b, without the third a
+    assert speeds.of_chosen("auto") == sorted([11 / 9, 11 / 12, 11 / 9])[1]
+    assert speeds.best() == "b"
+
+
+def test_bench_batch_with_some_fixed_shapes(run: Config, tmp_path: Path) -> None:
+    (row,) = measured(run, tmp_path, "batches=1", "shapes=chain of 2")
+    assert {*row["speedup"]} == {"chain of 2", batch.AUTO}
+    with pytest.raises(ConfigError, match="No shape has this name"):
+        measured(run, tmp_path, "batches=1", "shapes=chain of 9")
 
 
 def test_bench_batch_by_kind_context_and_temperature(run: Config, tmp_path: Path) -> None:
@@ -272,7 +289,7 @@ def test_bench_batch_without_auto_or_weights(tmp_path: Path) -> None:
     assert [*shapes] == [batch.PLAIN, *batch.FIXED]
     row = {"kind": "all", "context": 0, "temperature": 0.0, "batch": 1, "plain/s": 9.0}
     table = batch.table_of([{**row, "best": "plain", "best x": 1.0, "same": 1, "answers": 1}])
-    assert [next(iter(column.cells)) for column in table.columns[-4:]] == ["-", "-", "-", "1/1"]
+    assert [next(iter(column.cells)) for column in table.columns[-5:]] == ["-", "-", "-", "-", "1/1"]
     every = DraftVocab.identity(target.vocab_size)
     with pytest.raises(ConfigError, match="This drafter has no weights"):
         batch.randomise(tiny.drafter("ngram", target, every, draft_vocab_size=None))

@@ -7,9 +7,11 @@ has the cost table of the run, and has seen the setting once, in a pass that war
 
     plain/s    tokens per second of plain decoding, all requests of the batch together
     best       the fixed shape with the largest speedup of this table, which is known only
-               afterwards and is partly luck where answers are drawn
+               afterwards and is partly luck where times vary or answers are drawn
     x          speedup over plain decoding
     of best    tokens per second of auto over those of the best fixed shape or plain decoding
+    of chosen  the same, where each repetition is compared with the shape that was the best in the
+               others: a choice that a user can make before decoding
     ledger     largest share of the time of plain decoding that speculation cost, c0 aside: eps is
                the bound
     same       greedy answers of all shapes that equal plain decoding of one prompt at a time
@@ -74,6 +76,9 @@ class Options(RunOptions):
         4, "requests for each place of a batch above 1, at least; prompts repeat",
         "[1, 65536]",
     )  # fmt: skip
+    shapes: tuple[str, ...] = option(
+        tuple(FIXED), "fixed shapes to compare, of those named in the default"
+    )
     weights: Literal["trained", "random"] = option("trained", "of the drafter")
 
 
@@ -100,6 +105,21 @@ class Speeds(NamedTuple):
         """Return the fixed shape, plain decoding among them, with the largest speedup."""
         fixed = (shape for shape in self.tokens if shape != AUTO)
         return max(fixed, key=lambda shape: self.ratio(shape, PLAIN))
+
+    def of_chosen(self, shape: str) -> float:
+        """Return the median of one shape's speed over that of the best of the other repetitions."""
+        repetitions = range(len(self.tokens[shape]))
+        ratios = []
+        for left_out in repetitions:
+            chosen = self._without(left_out).best() if len(repetitions) > 1 else self.best()
+            ratios.append(self.tokens[shape][left_out] / self.tokens[chosen][left_out])
+        return statistics.median(ratios)
+
+    def _without(self, left_out: int) -> "Speeds":
+        return Speeds({
+            shape: [speed for i, speed in enumerate(speeds) if i != left_out]
+            for shape, speeds in self.tokens.items()
+        })  # fmt: skip
 
 
 def batch(words: list[str]) -> int:
@@ -173,7 +193,9 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
     sampling, size = Sampling(setting.temperature), setting.batch
     engines = {
         name: run.engine(policy, sampling)
-        for name, policy in shapes_of(run.target, run.drafter, run.folder).items()
+        for name, policy in shapes_of(
+            run.target, run.drafter, run.folder, run.options.shapes
+        ).items()
     }
     turns = range(1 + run.options.repeats)
     _, *repetitions = [_by_turns(engines, requests, size, turn) for turn in turns]
@@ -185,6 +207,7 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
     automatic = {
         "auto x": speeds.ratio(AUTO, PLAIN),
         "auto of best": speeds.ratio(AUTO, best),
+        "auto of chosen": speeds.of_chosen(AUTO),
         "ledger": max(_ledger_share(out) for outputs in repetitions for out in outputs[AUTO]),
     } if AUTO in engines else {}  # fmt: skip
     return {
@@ -199,11 +222,22 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
     }
 
 
-def shapes_of(target: Target, drafter: Drafter, run: Path) -> dict[str, Policy | None]:
-    """Return the shapes to compare; the cost table is that of the folder `run`."""
+def shapes_of(
+    target: Target, drafter: Drafter, run: Path, names: Sequence[str] = tuple(FIXED)
+) -> dict[str, Policy | None]:
+    """Return the shapes to compare; the cost table is that of the folder `run`.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for name in names:
+        if name not in FIXED:
+            raise ConfigError(
+                "shapes", name, "No shape has this name.", f"Known: {', '.join(FIXED)}"
+            )
     chains_only = target.recurrent or drafter.chains_only
     fixed = {
-        name: shape for name, shape in FIXED.items() if not (chains_only and shape.branches)
+        name: FIXED[name] for name in names if not (chains_only and FIXED[name].branches)
     }  # fmt: skip
     shapes: dict[str, Policy | None] = {PLAIN: None, **fixed}
     if not drafter.runs_target():
@@ -257,7 +291,10 @@ def _equal_answers(
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    head = ("text", "T", "batch", "plain/s", "best", "x", "auto x", "of best", "ledger", "same")
+    head = (
+        "text", "T", "batch", "plain/s", "best", "x", "auto x", "of best", "of chosen", "ledger",
+        "same",
+    )  # fmt: skip
     table = narrow_table(head, ("text", "best"))
     table.title = "auto beside fixed shapes, its worst setting first"
     for row in rows:
@@ -272,7 +309,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield str(row["batch"])
     yield f"{row['plain/s']:.0f}"
     yield row["best"]
-    for name in ("best x", "auto x", "auto of best"):
+    for name in ("best x", "auto x", "auto of best", "auto of chosen"):
         yield f"{row[name]:.2f}" if name in row else "-"
     yield f"{100 * row['ledger']:+.1f}%" if "ledger" in row else "-"
     yield f"{row['same']}/{row['answers']}" if "same" in row else "-"

@@ -11,7 +11,10 @@ never lowers T_plain. So at every time
     T_real <= (1 + eps) * T_plain + c0
 
 for every text and any acceptance, up to the error of C_plain. L is kept above -CREDIT plain steps,
-so that earlier savings are not spent later; this only tightens the bound. In a batch the bound is
+so that earlier savings are not spent later; this only tightens the bound. The ledger of the next
+text begins with what this one has not earned, L - eps * T_plain where that is above 0, and not with
+its savings. So the bound holds for every text, and with a single c0 for all of them together: a
+decoder of many short answers does not lose c0 in each. In a batch the bound is
 that of the throughput of the batch, at its own composition: tokens are worth what plain decoding of
 the requests that are left would take. Requests whose drafts are accepted end earlier, and the
 others go on in a smaller batch than plain decoding has at that time.
@@ -29,7 +32,7 @@ CREDIT = 50.0  # savings that are kept, in plain steps
 
 @dataclass
 class Ledger:
-    """Seconds of one request, or of a batch.
+    """Seconds of one request, or of a batch; `next_text` begins the following one.
 
     Attributes:
         eps: the share of T_plain that speculation may cost.
@@ -47,6 +50,15 @@ class Ledger:
     debt: float = 0.0
     worst: float = 0.0
     refused: int = 0
+
+    def next_text(self, step: float) -> "Ledger":
+        """Return the ledger of the next text, whose plain step takes `step` seconds.
+
+        It carries over at most its c0, so that a pause of the machine, which no plan foresees,
+        does not turn off drafts for good.
+        """
+        unearned = min(max(0.0, self.debt - self.eps * self.plain), SLACK * step)
+        return Ledger(self.eps, step, debt=unearned, worst=unearned)
 
     @property
     def slack(self) -> float:

@@ -19,6 +19,7 @@ Source: the stopping rule is Dinkelbach's for a ratio of expectations.
 Shape letters: B prompts, N nodes, V tokens.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +39,7 @@ class ChainGrowth:
 
     Attributes:
         steps: levels that the drafter has computed.
-        below: what levels below the last computed one add at best (`_future`).
+        below: whether levels below the last computed one add more than they cost.
         confidences: per submitted level and request (`DraftContext.log_confidence`).
         logits: per submitted level.
         unsubmitted: per request, the confidences of a last level that was computed in vain.
@@ -55,7 +56,7 @@ class ChainGrowth:
     ) -> None:
         """`least` levels are drafted and verified without a decision: those of a probe."""
         self.requests, self.costs, self.rate, self.deepest = requests, costs, rate, deepest
-        self.least, self.below = least, 0.0
+        self.least, self.below = least, False
         self.kind, self.steps = draft, 0
         self._means: list[list[float]] = []  # with optimism, per level and request
         self.confidences, self.logits = list[list[float]](), list[Tensor]()
@@ -77,7 +78,7 @@ class ChainGrowth:
             if depth >= max(self.limits):
                 break
             log_q = logits.float().log_softmax(-1)
-            confidences = context.log_confidence(log_q).exp().flatten().tolist()
+            confidences = [*map(math.exp, context.log_confidence(log_q).flatten().tolist())]
             if not self.submits(depth + 1, confidences):
                 self.unsubmitted = confidences
                 break
@@ -101,23 +102,24 @@ class ChainGrowth:
             )
         ]
         row = self.rate * (self.costs.other[depth] - self.costs.other[depth - 1])
-        self.below = self._future(depth)
-        worth = sum(self.survival) - row + max(0.0, self.below)
-        return worth > 0 or depth <= self.least
+        worth = sum(self.survival) - row
+        self.below = self._future_exceeds(max(0.0, -worth), depth)
+        return worth > 0 or self.below or depth <= self.least
 
     def pays(self, depth: int) -> bool:
         """Decide whether levels below a submitted depth are drafted."""
-        return depth < self.least or self.below > 0
+        return depth < self.least or self.below
 
-    def _future(self, depth: int) -> float:
-        """Return what levels below a depth add at best, in tokens, less what they cost."""
-        best, net, survival = -1.0, 0.0, self.survival
+    def _future_exceeds(self, tokens: float, depth: int) -> bool:
+        """Return whether some levels below a depth add so many tokens more than they cost."""
+        net, survival = 0.0, self.survival
         for level in range(depth + 1, max(self.limits, default=0) + 1):
             survival = [s * mean for s, mean in zip(survival, self._mean(level), strict=True)]
             seconds = self.costs.total(level) - self.costs.total(level - 1)
             net += sum(survival) - self.rate * seconds
-            best = max(best, net)
-        return best
+            if net > tokens:
+                return True
+        return False
 
     def _mean(self, level: int) -> list[float]:
         """Return the optimistic acceptance of every request; 0 beyond its limit."""

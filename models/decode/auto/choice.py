@@ -10,6 +10,7 @@ for one request as for all: it is drafted for all where the sum of their surviva
 """
 
 from collections.abc import Sequence
+from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ def describe(shape: DraftShape) -> str:
     return shape.kind if shape.kind == "plain" else f"{shape.kind} {shape.nodes}"
 
 
+@cache
 def chain_shape(depth: int) -> DraftShape:
     """Return the shape of a chain; PLAIN for depth 0."""
     return DraftShape(depth, depth, (1,) * depth)
