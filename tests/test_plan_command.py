@@ -236,7 +236,7 @@ def test_bench_batch_with_some_fixed_shapes(run: Config, tmp_path: Path) -> None
 
 
 def test_bench_batch_by_kind_context_and_temperature(run: Config, tmp_path: Path) -> None:
-    words = "temperatures=0,1", "contexts=0,16", "weights=random", "batches=2", "per_slot=1"
+    words = "temperatures=0,1", "contexts=0,16", "batches=2", "per_slot=1"
     rows = measured(run, tmp_path, *words)
     found = {(row["temperature"], row["context"]) for row in rows}
     assert found == {(0, 0), (0, 16), (1, 0), (1, 16)}
@@ -281,15 +281,14 @@ def test_bench_batch_of_an_unknown_kind_raises(run: Config) -> None:
         batch.batch([f"run.dir={run.run.dir}", "kinds=poetry"])
 
 
-def test_bench_batch_without_auto_or_weights(tmp_path: Path) -> None:
-    """An early exit takes part in every round; a look-up has no weights."""
+def test_bench_batch_without_auto(tmp_path: Path) -> None:
+    """An early exit takes part in every round."""
     target = tiny.target()
     early = tiny.drafter("layerskip", target, exit_layer=1)
     shapes = batch.shapes_of(target, early, tmp_path)
     assert [*shapes] == [batch.PLAIN, *batch.FIXED]
+    assert batch.AUTO in batch.shapes_of(target, tiny.drafter("eagle3", target), None)
     row = {"kind": "all", "context": 0, "temperature": 0.0, "batch": 1, "plain/s": 9.0}
     table = batch.table_of([{**row, "best": "plain", "best x": 1.0, "same": 1, "answers": 1}])
-    assert [next(iter(column.cells)) for column in table.columns[-5:]] == ["-", "-", "-", "-", "1/1"]
-    every = DraftVocab.identity(target.vocab_size)
-    with pytest.raises(ConfigError, match="This drafter has no weights"):
-        batch.randomise(tiny.drafter("ngram", target, every, draft_vocab_size=None))
+    last = [next(iter(column.cells)) for column in table.columns[-5:]]
+    assert last == ["-", "-", "-", "-", "1/1"]

@@ -20,18 +20,18 @@ Ended requests of a batch are replaced, as a server does, by `per_slot` requests
 places in all. The last ones end in ever smaller batches, which costs drafts more than plain
 decoding, whose answers of equal length end together.
 
-`weights=random` decodes with random weights of the drafter, from which no draft pays. Drafters that
-run the target on their drafts have no `auto`.
+`weights` misleads the drafter (`misled.py`), so that no draft pays, or in parts of the text only.
+Drafters that run the target on their drafts have no `auto`.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from rich.progress import track
 from rich.table import Table
 
@@ -41,6 +41,7 @@ from outrider.conf.fields import option
 from outrider.data.suite import load_suite
 from outrider.eval.plan.interleaved import request_groups
 from outrider.eval.report_tables import narrow_table
+from outrider.launch.bench.misled import Weights, misled
 from outrider.launch.bench.rounds import LoadedRun, RunOptions, tokens_per_second
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.cost_table import FILE
@@ -79,7 +80,7 @@ class Options(RunOptions):
     shapes: tuple[str, ...] = option(
         tuple(FIXED), "fixed shapes to compare, of those named in the default"
     )
-    weights: Literal["trained", "random"] = option("trained", "of the drafter")
+    weights: Weights = option("trained", "of the drafter; others mislead it")
 
 
 class Setting(NamedTuple):
@@ -126,8 +127,6 @@ def batch(words: list[str]) -> int:
     """Run the benchmark: tokens per second of every shape, and what auto reaches of the best."""
     run = LoadedRun(words, Options)
     options = run.options
-    if options.weights == "random":
-        randomise(run.drafter)
     texts = {kind: _requests(run, kind) for kind in options.kinds}
     lists = texts, options.contexts, options.temperatures, options.batches
     settings = [Setting(*values) for values in product(*lists)]
@@ -176,26 +175,14 @@ def with_context(
     ]
 
 
-def randomise(drafter: Drafter) -> None:
-    """Give a drafter random weights of the size of its own."""
-    weights = list(drafter.parameters())
-    if not weights:
-        why = "This drafter has no weights."
-        raise ConfigError("weights", "random", why, "Leave it out.")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in weights:
-            parameter.normal_(0, max(1e-3, float(parameter.float().std(correction=0))))
-
-
 def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request]) -> dict[str, Any]:
     """Decode by turns, and return the row of a setting."""
     sampling, size = Sampling(setting.temperature), setting.batch
+    drafters = partial(misled, run.drafter, run.options.weights)
+    file = run.folder / FILE if run.options.weights == "trained" else None
     engines = {
-        name: run.engine(policy, sampling)
-        for name, policy in shapes_of(
-            run.target, run.drafter, run.folder, run.options.shapes
-        ).items()
+        name: run.engine(policy, sampling, drafters())
+        for name, policy in shapes_of(run.target, run.drafter, file, run.options.shapes).items()
     }
     turns = range(1 + run.options.repeats)
     _, *repetitions = [_by_turns(engines, requests, size, turn) for turn in turns]
@@ -223,9 +210,12 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
 
 
 def shapes_of(
-    target: Target, drafter: Drafter, run: Path, names: Sequence[str] = tuple(FIXED)
+    target: Target, drafter: Drafter, costs: Path | None, names: Sequence[str] = tuple(FIXED)
 ) -> dict[str, Policy | None]:
-    """Return the shapes to compare; the cost table is that of the folder `run`.
+    """Return the shapes to compare.
+
+    Args:
+        costs: file of the cost table; None: in the user's cache.
 
     Raises:
         ConfigError: a name is unknown.
@@ -241,7 +231,7 @@ def shapes_of(
     }  # fmt: skip
     shapes: dict[str, Policy | None] = {PLAIN: None, **fixed}
     if not drafter.runs_target():
-        shapes[AUTO] = Auto(draft=DRAWN, file=run / FILE)
+        shapes[AUTO] = Auto(draft=DRAWN, file=costs)
     return shapes
 
 

@@ -32,6 +32,7 @@ from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request, Stops
 from outrider.models.decode.rules.rule_table import COUPLED, default_rule
 from outrider.models.decode.sampling_params import Sampling
+from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.load import stop_ids
 from outrider.train.settings import load_run
 
@@ -89,9 +90,15 @@ class LoadedRun(Generic[T]):
         ids = [prompt_ids(self.tokenizer, prompt.first_messages()) for prompt in prompts]
         return [Request(one, self.options.tokens, number) for number, one in enumerate(ids)]
 
-    def engine(self, policy: Policy | None, sampling: Sampling) -> Engine:
-        """Return a decoder with this policy; None decodes without the drafter."""
-        drafter = None if policy is None else self.drafter
+    def engine(
+        self, policy: Policy | None, sampling: Sampling, instead: Drafter | None = None
+    ) -> Engine:
+        """Return a decoder with this policy; None decodes without the drafter.
+
+        Args:
+            instead: a drafter in place of the run's.
+        """
+        drafter = None if policy is None else instead or self.drafter
         return Engine(self.target, drafter, policy, sampling=sampling, stops=self.stops)
 
     def show(self, table: Table, rows: list[dict[str, Any]]) -> None:

@@ -298,3 +298,5 @@ class Eagle3(SelfFeeding):
         logits = self.head(guess.states(rows))
         scale = closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
         self.norm.weight.mul_(scale)
+        self.lm_head.weight.mul_(self.norm.weight)
+        self.norm.weight.fill_(1.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafting.drafter import Absorbed, Drafter, LevelIds, State
+from outrider.models.drafting.wrapped import WrappedDrafter
 from outrider.models.interface import Trace
 from outrider.models.target.target import TargetStates
 
@@ -58,7 +59,7 @@ class Deferred:
         return Deferred(self.absorbed, (*self.waiting, new), self.rows + rows)
 
 
-class DeferredDrafter(Drafter):
+class DeferredDrafter(WrappedDrafter):
     """A drafter whose `absorb` waits for the next draft.
 
     Attributes:
@@ -73,12 +74,8 @@ class DeferredDrafter(Drafter):
             on_finish: called when an answer has ended.
             device: of the target; reading is timed on it.
         """
-        super().__init__()
-        self.inner, self.on_finish, self.device = drafter, on_finish, device
-        self.taps, self.vocab = drafter.taps, drafter.vocab
-        self.max_depth, self.extra_rows = drafter.max_depth, drafter.extra_rows
-        self.splits, self.may_abstain = drafter.splits, drafter.may_abstain  # type: ignore[misc]
-        self.calibration = drafter.calibration
+        super().__init__(drafter)
+        self.on_finish, self.device = on_finish, device
         self.read = (0, 0.0)
 
     def absorb_batch(self, states: Sequence[Any], traces: Sequence[Trace]) -> list[State]:
@@ -100,19 +97,8 @@ class DeferredDrafter(Drafter):
         state.absorbed = state.absorbed._replace(state=new)
         return state
 
-    def log_confidence(
-        self,
-        log_q: Float[Tensor, "*nodes Vd"],
-        depth: int,
-        hidden: Float[Tensor, "*nodes D"] | None,
-    ) -> Float[Tensor, "*nodes"]:
-        return self.inner.log_confidence(log_q, depth, hidden)
-
-    def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
-        return self.inner.node_hidden(states)
-
     def finish(self, answer: Sequence[int]) -> None:
-        self.inner.finish(answer)
+        super().finish(answer)
         self.on_finish()
 
     def _read_waiting(self, states: Sequence[Deferred]) -> None:
