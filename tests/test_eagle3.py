@@ -310,6 +310,20 @@ def test_linear_init_beats_random_weights_behind_a_norm(target: Target, kind: st
     assert linear < random - 0.05
 
 
+@torch.no_grad()
+def test_linear_init_keeps_the_logits_of_a_state_that_is_fed_back(target: Target) -> None:
+    """Also where the dimensions of the target's states have very different sizes."""
+    sizes = torch.logspace(-1, 1, H)
+    drafter = eagle3(target, init="linear", feedback="normed")
+    traces = [tiny.packed_trace(target, seed=seed) for seed in range(20)]
+    traces = [dataclasses.replace(one, last=one.last * sizes) for one in traces]
+    drafter.initialise(target, traces)
+    state = next(drafter.unroll(traces[0])).hidden
+    fed_back = drafter.next_state(state)
+    torch.testing.assert_close(drafter.head(fed_back), drafter.head(state), atol=1e-3, rtol=1e-3)
+    assert float(drafter.head(state).std()) > 0.01
+
+
 @pytest.mark.parametrize("kind", ["none", "each", "joint"])
 @torch.no_grad()
 def test_linear_init_fits_the_inputs_of_fc(target: Target, kind: str) -> None:

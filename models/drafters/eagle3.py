@@ -289,14 +289,17 @@ class Eagle3(SelfFeeding):
             attn.q_proj.weight[head * size : (head + 1) * size] = torch.outer(peak, one)
 
     def _init_head(self, target: Target, output_std: Float[Tensor, " H"], trace: Trace) -> None:
-        """Copy the target's head rows; fit the norm's scale to the best logit temperature."""
+        """Copy the target's head rows, scaled to the best logit temperature.
+
+        The regression's outputs have unit size. Their true sizes go into the head and not into the
+        norm, which `feedback=normed` applies once more at every depth: a norm of the target's sizes
+        (on SmolLM2 0.5 to 10) would grow the logits of depth 4 beyond any use.
+        """
         rows = trace.supervised_rows(1)[: closed_form_init.SCALE_FIT_ROWS]
         guess = next(self.unroll(trace))
-        self.lm_head.weight.copy_(target.head_weight[self.vocab.target_ids])
-        self.norm.weight.copy_(output_std)
+        self.norm.weight.fill_(1.0)
+        self.lm_head.weight.copy_(target.head_weight[self.vocab.target_ids] * output_std)
         teacher = target.logits(trace.last.flatten(0, 1)[rows + 1])[:, self.vocab.target_ids]
         logits = self.head(guess.states(rows))
         scale = closed_form_init.optimal_logit_scale(logits.float(), teacher.float().softmax(-1))
-        self.norm.weight.mul_(scale)
-        self.lm_head.weight.mul_(self.norm.weight)
-        self.norm.weight.fill_(1.0)
+        self.lm_head.weight.mul_(scale)
