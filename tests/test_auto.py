@@ -17,7 +17,7 @@ from outrider.eval.auto_policy import policy_beside
 from outrider.eval.chat import chat
 from outrider.eval.decoder import Decoder
 from outrider.eval.page.answers import choice_figure
-from outrider.eval.report_auto import auto_line, choice_shares
+from outrider.eval.report_auto import answer_fields, auto_line, choice_shares, summarise_auto
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance
@@ -29,7 +29,8 @@ from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import DraftShape
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import parse_policy_at_temperature, policy_of, rule_of
-from outrider.models.decode.request import ActiveRequest, Request
+from outrider.models.decode.ledger import Ledger
+from outrider.models.decode.request import ActiveRequest, Output, Request
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, DRAWN
 from outrider.train.settings import load_published
@@ -105,6 +106,18 @@ def test_costs_lie_beside_a_run(tmp_path: Path) -> None:
 
 
 # ---- eval, chat and the Decoder ------------------------------------------------------------------
+
+
+def test_answers_of_a_report_share_one_c0_and_a_batch_one_ledger() -> None:
+    """Of two answers of a batch and one alone, each with c0 = 10 s: 1.03 * 300 s + 10 s."""
+    both, alone = Ledger(0.03, 1.0), Ledger(0.03, 1.0)
+    both.add(190.0, 200.0)
+    alone.add(104.0, 100.0)
+    rows = [answer_fields(Output(ledger=one)) for one in (both, both, alone)]
+    summary = summarise_auto(rows, ())["auto"]
+    assert (summary["real"], summary["plain"]) == (294, 300)
+    assert summary["bound"] == pytest.approx(1.03 * 300 + 10)
+    assert summary["answers"] == summary["kept"] == 3
 
 
 def test_a_report_has_the_choices_and_the_ledger(
