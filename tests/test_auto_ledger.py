@@ -370,17 +370,30 @@ def test_the_ledger_by_hand() -> None:
 
 
 def test_the_next_text_carries_over_what_is_not_earned() -> None:
-    """Of 4 s lost, ten plain seconds earn 0.3 s; savings and more than c0 are not carried over."""
+    """Of 4 s lost, ten plain seconds earn 0.3 s; savings are not carried over."""
     ledger = Ledger(EPS, step=1.0)
     ledger.add(14.0, 10.0)
     after = ledger.next_text(1.0)
-    assert (after.debt, after.worst) == pytest.approx((3.7, 3.7))
+    assert (after.debt, after.worst) == pytest.approx((3.7, 0.0))
     assert after.missing(6.29) < 0 < after.missing(6.31)
     after.add(1.0, 10.0)
     assert after.next_text(1.0).debt == 0
-    ledger.add(100.0, 1.0)
-    assert ledger.next_text(1.0).debt == 10
-    assert ledger.next_text(1.0).kept
+
+
+def test_texts_of_shorter_steps_carry_over_what_a_longer_one_has_not_earned() -> None:
+    """A batch with c0 = 20 s, then two requests with c0 = 10 s; and a pause of 100 s."""
+    batch = Ledger(EPS, step=2.0)
+    batch.add(19.0, 0.0)
+    first = batch.next_text(1.0)
+    second = first.next_text(1.0)
+    assert first.debt == second.debt == 19
+    assert second.missing(0.1) > 0
+    second.add(1.0, 1.0)
+    assert second.kept
+    assert second.next_text(2.0).debt == pytest.approx(18.97)
+    second.add(100.0, 0.0)
+    assert not second.kept
+    assert second.next_text(1.0).debt == 20
 
 
 def test_missed_rows_are_read_as_if_never_missed(clock: Clock) -> None:

@@ -13,8 +13,8 @@ never lowers T_plain. So at every time
 for every text and any acceptance, up to the error of C_plain. L is kept above -CREDIT plain steps,
 so that earlier savings are not spent later; this only tightens the bound. The ledger of the next
 text begins with what this one has not earned, L - eps * T_plain where that is above 0, and not with
-its savings. So the bound holds for every text, and with a single c0 for all of them together: a
-decoder of many short answers does not lose c0 in each. In a batch the bound is
+its savings. So the bound holds for every text, and for all of them together with a single c0, the
+largest: a decoder of many short answers does not lose c0 in each. In a batch the bound is
 that of the throughput of the batch, at its own composition: tokens are worth what plain decoding of
 the requests that are left would take. Requests whose drafts are accepted end earlier, and the
 others go on in a smaller batch than plain decoding has at that time.
@@ -39,8 +39,10 @@ class Ledger:
         step: seconds of a plain step, in which c0 is counted.
         real, plain: T_real and T_plain.
         debt: L.
-        worst: the largest L - eps * T_plain so far, which c0 bounds.
+        worst: the largest L - eps * T_plain of this text so far, which c0 bounds.
         refused: rounds that the ledger did not allow to draft.
+        carried: what earlier texts have not earned; part of `debt`.
+        largest: c0 of the texts so far, at most.
     """
 
     eps: float
@@ -50,15 +52,18 @@ class Ledger:
     debt: float = 0.0
     worst: float = 0.0
     refused: int = 0
+    carried: float = 0.0
+    largest: float = 0.0
 
     def next_text(self, step: float) -> "Ledger":
         """Return the ledger of the next text, whose plain step takes `step` seconds.
 
-        It carries over at most its c0, so that a pause of the machine, which no plan foresees,
-        does not turn off drafts for good.
+        Beyond the largest c0 there is nothing to carry over but a pause of the machine, which no
+        plan foresees: it is left out, so that it does not turn off drafts for good.
         """
-        unearned = min(max(0.0, self.debt - self.eps * self.plain), SLACK * step)
-        return Ledger(self.eps, step, debt=unearned, worst=unearned)
+        largest = max(self.largest, self.slack, SLACK * step)
+        unearned = min(max(0.0, self.debt - self.eps * self.plain), largest)
+        return Ledger(self.eps, step, debt=unearned, carried=unearned, largest=largest)
 
     @property
     def slack(self) -> float:
@@ -88,8 +93,9 @@ class Ledger:
         self.real += real
         self.plain += plain
         self.debt = max(self.debt + real - plain, -CREDIT * self.step)
-        self.worst = max(self.worst, self.debt - self.eps * self.plain)
+        self.worst = max(self.worst, self.debt - self.carried - self.eps * self.plain)
 
     def fields(self) -> dict[str, float]:
         """Return the numbers for a report, in seconds."""
-        return {**asdict(self), "slack": self.slack, "bound": self.bound}
+        own = asdict(self) | {"slack": self.slack, "bound": self.bound}
+        return {name: value for name, value in own.items() if name not in ("carried", "largest")}
