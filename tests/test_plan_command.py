@@ -235,6 +235,23 @@ def test_bench_batch_with_some_fixed_shapes(run: Config, tmp_path: Path) -> None
         measured(run, tmp_path, "batches=1", "shapes=chain of 9")
 
 
+def test_bench_batch_keeps_the_settings_measured_before_it_is_interrupted(
+    run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = batch._measure
+
+    def interrupted(of: Any, setting: batch.Setting, *args: Any) -> Any:
+        if setting.batch == 2:
+            raise KeyboardInterrupt
+        return real(of, setting, *args)
+
+    monkeypatch.setattr(batch, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured(run, tmp_path, "batches=1,2", "shapes=chain of 2")
+    (row,) = json.loads((tmp_path / "batch.json").read_text())["rows"]
+    assert row["batch"] == 1
+
+
 def test_bench_batch_by_kind_context_and_temperature(run: Config, tmp_path: Path) -> None:
     words = "temperatures=0,1", "contexts=0,16", "batches=2", "per_slot=1"
     rows = measured(run, tmp_path, *words)

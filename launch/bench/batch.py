@@ -131,10 +131,10 @@ def batch(words: list[str]) -> int:
     lists = texts, options.contexts, options.temperatures, options.batches
     settings = [Setting(*values) for values in product(*lists)]
     console = Console(stderr=True)
-    rows = [
-        _measure(run, setting, with_context(texts, setting, options.per_slot))
-        for setting in track(settings, "decoding", console=console, transient=True)
-    ]
+    rows = list[dict[str, Any]]()
+    for setting in track(settings, "decoding", console=console, transient=True):
+        rows.append(_measure(run, setting, with_context(texts, setting, options.per_slot)))
+        run.save(rows)
     rows.sort(key=lambda row: (row.get("auto of best", 1.0), row["batch"]))  # the worst first
     run.show(table_of(rows), rows)
     return 0

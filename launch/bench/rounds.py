@@ -104,14 +104,18 @@ class LoadedRun(Generic[T]):
     def show(self, table: Table, rows: list[dict[str, Any]]) -> None:
         """Print the table, and write the rows to `out`."""
         Console().print(table)
+        self.save(rows)
+        if self.options.out:
+            Console().print(f"written: {self.options.out}")
+
+    def save(self, rows: list[dict[str, Any]]) -> None:
+        """Write the rows to `out`, if one is given: those so far, of a benchmark that goes on."""
         setting = {
             "drafter": self.config.drafter.name, "target": self.target.name,
             "dtype": str(self.target.dtype), "device": self.target.device.type,
             "threads": torch.get_num_threads(), **dict(flatten(dataclasses.asdict(self.options))),
         }  # fmt: skip
         save_result(self.options.out, {"setting": setting, "rows": rows})
-        if self.options.out:
-            Console().print(f"written: {self.options.out}")
 
 
 def rounds(words: list[str]) -> int:
