@@ -25,22 +25,18 @@ def answer_fields(out: Output) -> dict[str, Any]:
 def summarise_auto(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> dict[str, Any]:
     """Return the summary over the answers of a report; {} without decode=auto.
 
-    `worst_share` is the largest (T_real - c0) / T_plain - 1 of an answer, which eps bounds. `bound`
-    is that of all answers together, which share one c0.
+    `worst_share` is the largest (T_real - c0) / T_plain - 1 of an answer, which eps bounds.
     """
     answers = [row["auto"] for row in rows if "auto" in row]
     if not answers:
         return {}
     ledgers = [answer["ledger"] for answer in answers]
     distinct = {tuple(one.items()): one for one in ledgers}.values()  # a batch has one
-    real, plain = (sum(one[name] for one in distinct) for name in ("real", "plain"))
-    earned = sum(one["bound"] - one["slack"] for one in distinct)
+    totals = {name: sum(one[name] for one in distinct) for name in ("real", "plain", "bound")}
     shares = [(one["real"] - one["slack"]) / one["plain"] - 1 for one in ledgers if one["plain"]]
     summary = {
         "choices": dict(Counter(choice for answer in answers for choice in answer["choices"])),
-        "real": real,
-        "plain": plain,
-        "bound": earned + max(one["slack"] for one in distinct),
+        **totals,
         "answers": len(answers),
         "kept": sum(one["worst"] <= one["slack"] for one in ledgers),
         "worst_share": max(shares, default=0.0),

@@ -108,15 +108,15 @@ def test_costs_lie_beside_a_run(tmp_path: Path) -> None:
 # ---- eval, chat and the Decoder ------------------------------------------------------------------
 
 
-def test_answers_of_a_report_share_one_c0_and_a_batch_one_ledger() -> None:
-    """Of two answers of a batch and one alone, each with c0 = 10 s: 1.03 * 300 s + 10 s."""
+def test_a_report_counts_the_ledger_of_a_batch_once() -> None:
+    """Two answers of a batch and one alone, each ledger with c0 = 10 s."""
     both, alone = Ledger(0.03, 1.0), Ledger(0.03, 1.0)
     both.add(190.0, 200.0)
     alone.add(104.0, 100.0)
     rows = [answer_fields(Output(ledger=one)) for one in (both, both, alone)]
     summary = summarise_auto(rows, ())["auto"]
     assert (summary["real"], summary["plain"]) == (294, 300)
-    assert summary["bound"] == pytest.approx(1.03 * 300 + 10)
+    assert summary["bound"] == pytest.approx(1.03 * 300 + 2 * 10)
     assert summary["answers"] == summary["kept"] == 3
 
 

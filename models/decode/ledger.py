@@ -11,10 +11,7 @@ never lowers T_plain. So at every time
     T_real <= (1 + eps) * T_plain + c0
 
 for every text and any acceptance, up to the error of C_plain. L is kept above -CREDIT plain steps,
-so that earlier savings are not spent later; this only tightens the bound. The ledger of the next
-text begins with what this one has not earned, L - eps * T_plain where that is above 0, and not with
-its savings. So the bound holds for every text, and for all of them together with a single c0, the
-largest: a decoder of many short answers does not lose c0 in each. In a batch the bound is
+so that earlier savings are not spent later; this only tightens the bound. In a batch the bound is
 that of the throughput of the batch, at its own composition: tokens are worth what plain decoding of
 the requests that are left would take. Requests whose drafts are accepted end earlier, and the
 others go on in a smaller batch than plain decoding has at that time.
@@ -32,17 +29,15 @@ CREDIT = 50.0  # savings that are kept, in plain steps
 
 @dataclass
 class Ledger:
-    """Seconds of one request, or of a batch; `next_text` begins the following one.
+    """Seconds of one request, or of a batch.
 
     Attributes:
         eps: the share of T_plain that speculation may cost.
         step: seconds of a plain step, in which c0 is counted.
         real, plain: T_real and T_plain.
         debt: L.
-        worst: the largest L - eps * T_plain of this text so far, which c0 bounds.
+        worst: the largest L - eps * T_plain so far, which c0 bounds.
         refused: rounds that the ledger did not allow to draft.
-        carried: what earlier texts have not earned; part of `debt`.
-        largest: c0 of the texts so far, at most.
     """
 
     eps: float
@@ -52,18 +47,6 @@ class Ledger:
     debt: float = 0.0
     worst: float = 0.0
     refused: int = 0
-    carried: float = 0.0
-    largest: float = 0.0
-
-    def next_text(self, step: float) -> "Ledger":
-        """Return the ledger of the next text, whose plain step takes `step` seconds.
-
-        Beyond the largest c0 there is nothing to carry over but a pause of the machine, which no
-        plan foresees: it is left out, so that it does not turn off drafts for good.
-        """
-        largest = max(self.largest, self.slack, SLACK * step)
-        unearned = min(max(0.0, self.debt - self.eps * self.plain), largest)
-        return Ledger(self.eps, step, debt=unearned, carried=unearned, largest=largest)
 
     @property
     def slack(self) -> float:
@@ -93,9 +76,8 @@ class Ledger:
         self.real += real
         self.plain += plain
         self.debt = max(self.debt + real - plain, -CREDIT * self.step)
-        self.worst = max(self.worst, self.debt - self.carried - self.eps * self.plain)
+        self.worst = max(self.worst, self.debt - self.eps * self.plain)
 
     def fields(self) -> dict[str, float]:
         """Return the numbers for a report, in seconds."""
-        own = asdict(self) | {"slack": self.slack, "bound": self.bound}
-        return {name: value for name, value in own.items() if name not in ("carried", "largest")}
+        return {**asdict(self), "slack": self.slack, "bound": self.bound}

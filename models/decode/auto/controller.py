@@ -30,8 +30,7 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
-FIRST_WAIT = 16  # the most at the start of a text; the ledger may hold drafts for longer
-MANY_ROWS = 16  # missed rows per request, from which the time of reading them is measured
+LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain has cost more
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
@@ -94,6 +93,7 @@ class Controller:
         self._off = self._probed = self._drafted = False
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
+        self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
 
@@ -101,18 +101,27 @@ class Controller:
         """Start requests.
 
         Args:
-            alone: no other request is running, so that the ledger of a new text begins.
+            alone: no other request is running, so that a new ledger begins.
         """
         if alone:
             plain = self.costs.seconds(PLAIN, len(new), context).total
-            self.ledger = self.ledger.next_text(plain)
+            self.ledger = Ledger(self.eps, plain)
             self._drafted = False
-            self._failures = min(self._failures, FIRST_WAIT.bit_length() - 1)
-            self._wait = min(self._wait, FIRST_WAIT)
+            most = self._first_wait(plain)
+            self._failures = min(self._failures, most.bit_length() - 1)
+            self._wait = min(self._wait, most)
         self._tree_age = TREE_ROUNDS
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
+
+    def _first_wait(self, plain: float) -> int:
+        """Return the most plain rounds before a draft is tried in a new text.
+
+        They earn what the last try has cost, so that short answers lose no more than eps either.
+        """
+        earned = self._probe_loss / max(self.eps * plain, 1e-12)
+        return math.ceil(min(LONGEST_WAIT, max(LEAST_WAIT, earned)))
 
     def tokens_left(self, one: ActiveRequest) -> float:
         """Return how many tokens an answer is expected to have left, by those that have ended."""
@@ -237,7 +246,7 @@ class Controller:
             read: missed rows that the drafter has read in it, and in how many seconds.
         """
         drafts, kind = last.shape.depth > 0, last.shape.kind
-        rows, reading = read if read[0] > MANY_ROWS * len(last.requests) else (0, 0.0)
+        rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
         extra = reading if drafts else last.own  # deciding is part of a drafted round's time
         batch, measured = len(last.requests), last.seconds - extra
         seconds = self.costs.observe(kind, last.table, measured, last.levels, batch)
@@ -258,6 +267,8 @@ class Controller:
         self._since_plain = self._since_plain + 1 if drafts else 0
         if drafts:
             self._drafted, self._probed = True, self._off
+            if self._off:
+                self._probe_loss = max(0.0, seconds + extra - worth)
             if self._off and worth > seconds:
                 last.restart()
             last.teach()
