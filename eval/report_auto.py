@@ -31,8 +31,7 @@ def summarise_auto(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> d
     if not answers:
         return {}
     ledgers = [answer["ledger"] for answer in answers]
-    distinct = {tuple(one.items()): one for one in ledgers}.values()  # a batch has one
-    totals = {name: sum(one[name] for one in distinct) for name in ("real", "plain", "bound")}
+    totals = {name: sum(one[name] for one in ledgers) for name in ("real", "plain", "bound")}
     shares = [(one["real"] - one["slack"]) / one["plain"] - 1 for one in ledgers if one["plain"]]
     summary = {
         "choices": dict(Counter(choice for answer in answers for choice in answer["choices"])),

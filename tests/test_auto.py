@@ -17,10 +17,11 @@ from outrider.eval.auto_policy import policy_beside
 from outrider.eval.chat import chat
 from outrider.eval.decoder import Decoder
 from outrider.eval.page.answers import choice_figure
-from outrider.eval.report_auto import answer_fields, auto_line, choice_shares, summarise_auto
+from outrider.eval.report_auto import auto_line, choice_shares
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
-from outrider.models.decode.acceptance import Acceptance
+from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
+from outrider.models.decode.auto.chain_growth import OPTIMISM, ChainGrowth
 from outrider.models.decode.auto.choice import BUDGETS, ChainCosts, tree_shapes_of
 from outrider.models.decode.auto.controller import AMORTISED, Situation
 from outrider.models.decode.auto.policy import Auto
@@ -29,8 +30,7 @@ from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import DraftShape
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import parse_policy_at_temperature, policy_of, rule_of
-from outrider.models.decode.ledger import Ledger
-from outrider.models.decode.request import ActiveRequest, Output, Request
+from outrider.models.decode.request import ActiveRequest, Request
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, DRAWN
 from outrider.train.settings import load_published
@@ -105,19 +105,43 @@ def test_costs_lie_beside_a_run(tmp_path: Path) -> None:
     assert (other.file, own.file) == (None, tmp_path / "costs.json")
 
 
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_chain_grows_as_the_best_further_plan_says(least: int) -> None:
+    """By the definition: the most that levels below add, over all of them, less what they cost."""
+    random, decisions = Random(0), set[tuple[bool, bool]]()
+    for _ in range(400):
+        requests = [RequestAcceptance(Acceptance()) for _ in range(random.choice((1, 3)))]
+        for one in requests:
+            for _ in range(random.randrange(30)):
+                one.add(random.randint(1, 4), float(random.random() < random.random()))
+        draft, other = ([0.0], [random.uniform(1, 4)])
+        for _ in range(4):
+            draft.append(draft[-1] + random.uniform(0, 1))
+            other.append(other[-1] + random.uniform(0, 2))
+        costs, rate = ChainCosts(draft, other), random.uniform(0, 1)
+        growth = ChainGrowth(requests, costs, rate, 4, "drawn", least)
+        growth.limits = [random.randint(1, 4) for _ in requests]
+        growth.survival = [random.random() for _ in requests]
+        depth = random.randint(1, 3)
+        confidences = [random.random() for _ in requests]
+        submits, pays = growth.submits(depth, confidences), growth.pays(depth)
+
+        survival, net, below = growth.survival, 0.0, 0.0
+        for level in range(depth + 1, max(growth.limits) + 1):
+            means = (one.mean(level, OPTIMISM) * (level <= limit)
+                     for one, limit in zip(requests, growth.limits, strict=True))  # fmt: skip
+            survival = [s * mean for s, mean in zip(survival, means, strict=True)]
+            net += sum(survival) - rate * (costs.total(level) - costs.total(level - 1))
+            below = max(below, net)
+        worth = sum(growth.survival) - rate * (other[depth] - other[depth - 1]) + below
+        assert submits == (worth > 0 or depth <= least)
+        if submits:
+            assert pays == (below > 0 or depth < least)
+        decisions.add((submits, pays))
+    assert {(True, True), (True, False)} <= decisions
+
+
 # ---- eval, chat and the Decoder ------------------------------------------------------------------
-
-
-def test_a_report_counts_the_ledger_of_a_batch_once() -> None:
-    """Two answers of a batch and one alone, each ledger with c0 = 10 s."""
-    both, alone = Ledger(0.03, 1.0), Ledger(0.03, 1.0)
-    both.add(190.0, 200.0)
-    alone.add(104.0, 100.0)
-    rows = [answer_fields(Output(ledger=one)) for one in (both, both, alone)]
-    summary = summarise_auto(rows, ())["auto"]
-    assert (summary["real"], summary["plain"]) == (294, 300)
-    assert summary["bound"] == pytest.approx(1.03 * 300 + 2 * 10)
-    assert summary["answers"] == summary["kept"] == 3
 
 
 def test_a_report_has_the_choices_and_the_ledger(

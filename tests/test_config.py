@@ -449,9 +449,10 @@ def test_parse_words() -> None:
     options = Options(Run("a=b"), (1, 2), ("no",), 1000, "1_0")
     assert parse_words(Options, words) == options
     assert parse_words(Options, ["depths=[1, 2]", "out="]) == Options(depths=(1, 2))
-    assert parse_words(Options, ["depths=[]"]).depths == ()
-    words = ["words=[data=tiny,drafter.loss=[soft_ce,0.5*kl]]"]
-    assert parse_words(Trainers, words).words == ("data=tiny", "drafter.loss=[soft_ce,0.5*kl]")
+    assert parse_words(Trainers, ["rates=[]", "words=[]"]).rates == ()
+    words = ["words=[data=tiny,drafter.loss=[soft_ce,0.5*kl],decode.tree=[[0],[0,0]]]"]
+    expected = "data=tiny", "drafter.loss=[soft_ce,0.5*kl]", "decode.tree=[[0],[0,0]]"
+    assert parse_words(Trainers, words).words == expected
     assert parse_words(Trainers, ["words=drafter.taps=[1,2]"]).words == ("drafter.taps=[1,2]",)
 
 
@@ -466,6 +467,7 @@ def test_parse_words() -> None:
         ("threads", "option", "run.dir, depths"),
         ("threads=", "threads", "--help"),
         ("threads=[1", "threads", "--help"),
+        ("depths=[]", "depths", "Leave the key out"),
     ],
 )
 def test_parse_words_refuses_invalid_word(word: str, key: str, fix: str) -> None:

@@ -235,6 +235,17 @@ def test_bench_batch_with_some_fixed_shapes(run: Config, tmp_path: Path) -> None
         measured(run, tmp_path, "batches=1", "shapes=chain of 9")
 
 
+@pytest.mark.parametrize("weights", ["random", "foreign", "changing"])
+def test_bench_batch_with_drafts_that_are_rejected(
+    run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    before = (Path(run.run.dir) / "costs.json").exists()
+    (row,) = measured(run, tmp_path, "batches=2", "shapes=chain of 2", f"weights={weights}")
+    assert row["same"] == row["answers"]
+    assert (Path(run.run.dir) / "costs.json").exists() == before
+
+
 def test_bench_batch_keeps_the_settings_measured_before_it_is_interrupted(
     run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ has the cost table of the run, and has seen the setting once, in a pass that war
                afterwards and is partly luck where times vary or answers are drawn
     x          speedup over plain decoding
     of best    tokens per second of auto over those of the best fixed shape or plain decoding
-    of chosen  the same, where each repetition is compared with the shape that was the best in the
-               others: a choice that a user can make before decoding
+    of chosen  the same over the shape (or plain decoding) with the largest speedup in the other
+               repetitions: a choice that a user can make before decoding
     ledger     largest share of the time of plain decoding that speculation cost, c0 aside: eps is
                the bound
     same       greedy answers of all shapes that equal plain decoding of one prompt at a time
@@ -20,14 +20,14 @@ Ended requests of a batch are replaced, as a server does, by `per_slot` requests
 places in all. The last ones end in ever smaller batches, which costs drafts more than plain
 decoding, whose answers of equal length end together.
 
-`weights` misleads the drafter (`misled.py`), so that no draft pays, or in parts of the text only.
+`weights` selects a drafter whose drafts are rejected, always or in parts of the text
+(`impaired_drafters.py`).
 Drafters that run the target on their drafts have no `auto`.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from outrider.conf.fields import option
 from outrider.data.suite import load_suite
 from outrider.eval.plan.interleaved import request_groups
 from outrider.eval.report_tables import narrow_table
-from outrider.launch.bench.misled import Weights, misled
+from outrider.launch.bench.impaired_drafters import Weights, impaired
 from outrider.launch.bench.rounds import LoadedRun, RunOptions, tokens_per_second
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.cost_table import FILE
@@ -80,7 +80,13 @@ class Options(RunOptions):
     shapes: tuple[str, ...] = option(
         tuple(FIXED), "fixed shapes to compare, of those named in the default"
     )
-    weights: Weights = option("trained", "of the drafter; others mislead it")
+    weights: Weights = option("trained", "of the drafter; the drafts of others are rejected")
+
+    def __post_init__(self) -> None:
+        for i, name in enumerate(self.shapes):
+            if name not in FIXED:
+                fix = f"Known are {', '.join(FIXED)}."
+                raise ConfigError(f"shapes[{i}]", name, "No shape has this name.", fix)
 
 
 class Setting(NamedTuple):
@@ -127,6 +133,8 @@ def batch(words: list[str]) -> int:
     """Run the benchmark: tokens per second of every shape, and what auto reaches of the best."""
     run = LoadedRun(words, Options)
     options = run.options
+    if options.weights == "random":
+        impaired(run.drafter, "random")
     texts = {kind: _requests(run, kind) for kind in options.kinds}
     lists = texts, options.contexts, options.temperatures, options.batches
     settings = [Setting(*values) for values in product(*lists)]
@@ -178,10 +186,10 @@ def with_context(
 def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request]) -> dict[str, Any]:
     """Decode by turns, and return the row of a setting."""
     sampling, size = Sampling(setting.temperature), setting.batch
-    drafters = partial(misled, run.drafter, run.options.weights)
     file = run.folder / FILE if run.options.weights == "trained" else None
+    weights: Weights = "trained" if run.options.weights == "random" else run.options.weights
     engines = {
-        name: run.engine(policy, sampling, drafters())
+        name: run.engine(policy, sampling, impaired(run.drafter, weights))
         for name, policy in shapes_of(run.target, run.drafter, file, run.options.shapes).items()
     }
     turns = range(1 + run.options.repeats)
@@ -216,15 +224,7 @@ def shapes_of(
 
     Args:
         costs: file of the cost table; None: in the user's cache.
-
-    Raises:
-        ConfigError: a name is unknown.
     """
-    for name in names:
-        if name not in FIXED:
-            raise ConfigError(
-                "shapes", name, "No shape has this name.", f"Known: {', '.join(FIXED)}"
-            )
     chains_only = target.recurrent or drafter.chains_only
     fixed = {
         name: FIXED[name] for name in names if not (chains_only and FIXED[name].branches)

@@ -91,14 +91,14 @@ class LoadedRun(Generic[T]):
         return [Request(one, self.options.tokens, number) for number, one in enumerate(ids)]
 
     def engine(
-        self, policy: Policy | None, sampling: Sampling, instead: Drafter | None = None
+        self, policy: Policy | None, sampling: Sampling, drafter: Drafter | None = None
     ) -> Engine:
         """Return a decoder with this policy; None decodes without the drafter.
 
         Args:
-            instead: a drafter in place of the run's.
+            drafter: in place of the run's.
         """
-        drafter = None if policy is None else instead or self.drafter
+        drafter = None if policy is None else drafter or self.drafter
         return Engine(self.target, drafter, policy, sampling=sampling, stops=self.stops)
 
     def show(self, table: Table, rows: list[dict[str, Any]]) -> None:
@@ -109,7 +109,7 @@ class LoadedRun(Generic[T]):
             Console().print(f"written: {self.options.out}")
 
     def save(self, rows: list[dict[str, Any]]) -> None:
-        """Write the rows to `out`, if one is given: those so far, of a benchmark that goes on."""
+        """Write the rows measured so far to `out`, if it is set."""
         setting = {
             "drafter": self.config.drafter.name, "target": self.target.name,
             "dtype": str(self.target.dtype), "device": self.target.device.type,

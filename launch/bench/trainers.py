@@ -23,7 +23,7 @@ import re
 import time
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -54,6 +54,8 @@ AGAIN = "Delete this folder and run the benchmark again."
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of `outrider bench trainers`."""
+
+    MAY_BE_EMPTY: ClassVar = ("rates",)  # then Outrider's training alone is measured
 
     target: str = option("tiny", "tiny, smollm2, or folder or hub id of a language model")
     python: str = option(".engines/speculators/bin/python", "Python of speculators' environment")

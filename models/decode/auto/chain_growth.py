@@ -103,15 +103,16 @@ class ChainGrowth:
         ]
         row = self.rate * (self.costs.other[depth] - self.costs.other[depth - 1])
         worth = sum(self.survival) - row
-        self.below = self._future_exceeds(max(0.0, -worth), depth)
-        return worth > 0 or self.below or depth <= self.least
+        submitted = worth > 0 or depth <= self.least
+        self.below = self._future_exceeds(0.0 if submitted else -worth, depth)
+        return submitted or self.below
 
     def pays(self, depth: int) -> bool:
         """Decide whether levels below a submitted depth are drafted."""
         return depth < self.least or self.below
 
     def _future_exceeds(self, tokens: float, depth: int) -> bool:
-        """Return whether some levels below a depth add so many tokens more than they cost."""
+        """Return whether levels below a depth add more than `tokens` beyond their cost."""
         net, survival = 0.0, self.survival
         for level in range(depth + 1, max(self.limits, default=0) + 1):
             survival = [s * mean for s, mean in zip(survival, self._mean(level), strict=True)]

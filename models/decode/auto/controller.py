@@ -118,7 +118,8 @@ class Controller:
     def _first_wait(self, plain: float) -> int:
         """Return the most plain rounds before a draft is tried in a new text.
 
-        They earn what the last try has cost, so that short answers lose no more than eps either.
+        They earn what the last try has cost, so that short answers of which no draft is accepted
+        lose no more than eps together.
         """
         earned = self._probe_loss / max(self.eps * plain, 1e-12)
         return math.ceil(min(LONGEST_WAIT, max(LEAST_WAIT, earned)))

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.decode.round_times import Stopwatch
+from outrider.models.drafting.delegating import DelegatingDrafter
 from outrider.models.drafting.drafter import Absorbed, Drafter, LevelIds, State
-from outrider.models.drafting.wrapped import WrappedDrafter
 from outrider.models.interface import Trace
 from outrider.models.target.target import TargetStates
 
@@ -59,7 +59,7 @@ class Deferred:
         return Deferred(self.absorbed, (*self.waiting, new), self.rows + rows)
 
 
-class DeferredDrafter(WrappedDrafter):
+class DeferredDrafter(DelegatingDrafter):
     """A drafter whose `absorb` waits for the next draft.
 
     Attributes:

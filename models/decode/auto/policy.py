@@ -135,7 +135,7 @@ class Auto:
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
         self.use_costs(costs)
         longest = costs.seconds(chain_shape(deepest), slots, rows).draft
-        self._drafter.inner.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)
+        self._drafter.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)
 
     def use_costs(self, costs: LiveCosts) -> None:
         """Plan with these costs."""

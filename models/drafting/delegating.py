@@ -1,4 +1,4 @@
-"""A drafter around another one; subclasses change a part of what it does in decoding."""
+"""A drafter that delegates to another one; subclasses change a part of what it does in decoding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.models.drafting.drafter import Drafter, LevelIds, State
+from outrider.models.drafting.drafter import BatchDrafter, Drafter, LevelIds, Sources, State
 from outrider.models.interface import Trace
 
 
-class WrappedDrafter(Drafter):
-    """A drafter that passes decoding on to `inner`, which does not run the target."""
+class DelegatingDrafter(BatchDrafter):
+    """A drafter that delegates decoding to `inner`, which does not run the target."""
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__()
@@ -42,6 +42,12 @@ class WrappedDrafter(Drafter):
 
     def node_hidden(self, states: Sequence[State]) -> Float[Tensor, "B N D"] | None:
         return self.inner.node_hidden(states)
+
+    def sources(self, states: Sequence[State]) -> Sources | None:
+        return self.inner.sources(states)
+
+    def use_cost(self, cost: float) -> None:
+        self.inner.use_cost(cost)
 
     def finish(self, answer: Sequence[int]) -> None:
         self.inner.finish(answer)
