@@ -125,6 +125,21 @@ def test_random_weights_are_others_of_the_same_size() -> None:
 
 
 @pytest.mark.parametrize(
+    ("attribute", "value"), [("is_composite", True), ("required_features", "ids")]
+)
+def test_foreign_states_need_a_drafter_that_reads_them(
+    attribute: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafters made of others have their own reasons; a draft model reads ids alone."""
+    target = tiny.target()
+    drafter = tiny.drafter("eagle3", target)
+    assert isinstance(impaired(drafter, "foreign"), Foreign)
+    monkeypatch.setattr(type(drafter), attribute, value)
+    with pytest.raises(ConfigError, match="This drafter"):
+        impaired(drafter, "foreign")
+
+
+@pytest.mark.parametrize(
     ("name", "weights"),
     [
         ("ngram", "random"),

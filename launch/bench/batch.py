@@ -21,8 +21,7 @@ places in all. The last ones end in ever smaller batches, which costs drafts mor
 decoding, whose answers of equal length end together.
 
 `weights` selects a drafter whose drafts are rejected, always or in parts of the text
-(`impaired_drafters.py`).
-Drafters that run the target on their drafts have no `auto`.
+(`impaired_drafters.py`). Drafters that run the target on their drafts have no `auto`.
 """
 
 import dataclasses

@@ -11,10 +11,11 @@ Answers do not change, only the speed does.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
@@ -61,26 +62,30 @@ class Foreign(DelegatingDrafter):
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__(inner)
-        if (not inner.taps and inner.required_features == "ids") or not inner.is_trained:
+        if inner.is_composite:
+            raise _refused("foreign", "This drafter is made of others.")
+        if not inner.is_trained or inner.required_features == "ids":
             raise _refused("foreign", "This drafter has no weights that read the target's states.")
-        self._orders = dict[int, Tensor]()  # of states of this many dimensions
 
     def absorb_batch(self, states: Sequence[Any], traces: Sequence[Trace]) -> list[State]:
         size = traces[0].last.shape[-1]
         return super().absorb_batch(states, [
             dataclasses.replace(
-                one, taps=self._permuted(one.taps, size), last=self._permuted(one.last, size)
+                one, taps=_permuted(one.taps, size), last=_permuted(one.last, size)
             )
             for one in traces
         ])  # fmt: skip
 
-    def _permuted(self, states: Float[Tensor, "1 T KH"], size: int) -> Float[Tensor, "1 T KH"]:
-        """Permute the `size` dimensions of every layer's states."""
-        if size not in self._orders:
-            order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-            self._orders[size] = order.to(states.device)
-        layers: Tensor = states.unflatten(-1, (-1, size))
-        return layers[..., self._orders[size]].flatten(-2)
+
+def _permuted(states: Float[Tensor, "1 T KH"], size: int) -> Float[Tensor, "1 T KH"]:
+    """Permute the `size` dimensions of every layer's states."""
+    layers: Tensor = states.unflatten(-1, (-1, size))
+    return layers[..., _order(size, states.device)].flatten(-2)
+
+
+@cache
+def _order(size: int, device: torch.device) -> Int[Tensor, " H"]:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 class Phase(NamedTuple):
