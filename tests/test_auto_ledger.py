@@ -34,12 +34,14 @@ EPS, COUNT = 0.03, 600
 
 
 class Clock:
+    """A clock that the models move; `pace` is by how much the machine is slowed down."""
+
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.pace = 0.0, 1.0
         self.runs = True
 
     def add(self, seconds: float) -> None:
-        self.now += seconds * self.runs
+        self.now += seconds * self.pace * self.runs
 
     def read(self) -> float:
         self.add(1e-7)
@@ -180,6 +182,60 @@ def test_the_bound_holds_for_any_text(
     assert out.ledger.kept
     assert out.ledger.real == pytest.approx(clock.now - start, rel=0.01)
     assert len(out.choices) == len(out.accepted) == len(out.gains)
+
+
+PACES: dict[str, Callable[[int], float]] = {
+    "slower": lambda n: 1.6 if n > 200 else 1.0,
+    "faster": lambda n: 0.6 if n > 200 else 1.0,
+    "back and forth": lambda n: 1.5 if n // 50 % 2 else 1.0,
+    "drifting": lambda n: 1 + n / COUNT,
+}
+
+
+def paced_answer(
+    engine: Engine, clock: Clock, pace: Callable[[int], float]
+) -> tuple[Output, float]:
+    """Decode on a machine whose pace depends on the tokens so far; return the seconds too."""
+    start = clock.now
+    for event in engine.run([Request(PROMPT, COUNT)], 1):
+        clock.pace = pace(len(event.out.ids))
+    clock.pace = 1.0
+    return event.out, clock.now - start
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("name", ["always wrong", "changes every 20 tokens", "a third at random"])
+def test_the_bound_holds_while_the_machine_changes(
+    name: str, pace: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T_plain is what plain decoding takes for the same tokens at the same time.
+
+    It is estimated from rounds before, so that a second c0 is needed while the pace jumps.
+    """
+    target = timed_target(clock, monkeypatch)
+    plain_engine = Engine(target, None, None)
+    plain, seconds = paced_answer(plain_engine, clock, PACES[pace])
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, TEXTS[name]), clock)
+    engine, _ = auto_engine(target, drafter)
+    engine.generate(PROMPT, 100)
+    out, taken = paced_answer(engine, clock, PACES[pace])
+    assert out.ids == plain.ids
+    assert taken <= (1 + EPS) * seconds + 2 * SLACK * STEP
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8])
+@pytest.mark.parametrize("pace", PACES)
+def test_good_drafts_go_on_while_the_machine_changes(
+    pace: str, right: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = timed_target(clock, monkeypatch)
+    plain, _ = plain_answer(target, clock)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < right), clock)
+    _, fixed = paced_answer(Engine(target, drafter, Chain(2)), clock, PACES[pace])
+    engine, _ = auto_engine(target, drafter)
+    engine.generate(PROMPT, 100)
+    _, taken = paced_answer(engine, clock, PACES[pace])
+    assert taken < fixed / 0.95
 
 
 @pytest.mark.parametrize("level", [LEVEL, 1.5 * STEP])

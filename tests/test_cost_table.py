@@ -123,10 +123,10 @@ def test_one_slow_round_at_first_changes_little(kind: str) -> None:
     costs = LiveCosts(TIMES)
     costs.observe("plain", 0.005, 0.005)
     costs.observe(kind, 0.005, 0.5)
-    assert costs.factors.of(kind, 1).value <= 4
+    assert costs.factors.value(kind, 1) <= 4
     for _ in range(10):
         costs.observe(kind, 0.005, 0.005)
-    assert costs.factors.of(kind, 1).value < 1.4
+    assert costs.factors.value(kind, 1) < 1.4
 
 
 def test_a_table_may_be_wrong_for_one_size_of_the_batch() -> None:
@@ -137,13 +137,28 @@ def test_a_table_may_be_wrong_for_one_size_of_the_batch() -> None:
             costs.observe("plain", 0.003, share * 0.003, batch=batch)
             costs.observe("chain", 0.005, share * 0.005, batch=batch)
     for kind in ("plain", "chain"):
-        assert costs.factors.of(kind, 1).value == pytest.approx(1, rel=0.02)
-        assert costs.factors.of(kind, 9).value == pytest.approx(0.5, rel=0.02), "of 9 to 16"
+        assert costs.factors.value(kind, 1) == pytest.approx(1, rel=0.02)
+        assert costs.factors.value(kind, 9) == pytest.approx(0.5, rel=0.02), "of 9 to 16"
     costs.observe("plain", 0.003, 0.009, batch=2)
-    assert costs.factors.of("plain", 2).value == pytest.approx(2, rel=0.02), "bounded by four"
-    ratio = costs.factors.of("plain", 2).value / costs.factors.of("plain", 16).value
-    chain = ratio * costs.factors.of("chain", 16).value  # that had one last
-    assert costs.factors.of("chain", 2).value == pytest.approx(chain)
+    assert costs.factors.value("plain", 2) == pytest.approx(2, rel=0.02), "bounded by four"
+    ratio = costs.factors.value("plain", 2) / costs.factors.value("plain", 16)
+    chain = ratio * costs.factors.value("chain", 16)  # that had one last
+    assert costs.factors.value("chain", 2) == pytest.approx(chain)
+
+
+def test_a_slower_machine_slows_down_what_is_expected_of_all_kinds() -> None:
+    """Also of plain rounds, of which there is none after it; one slow round changes little."""
+    costs = LiveCosts(TIMES)
+    for kind in ("plain", "chain"):
+        for _ in range(60):
+            costs.observe(kind, 0.005, 0.005)
+    costs.observe("chain", 0.005, 0.05)
+    assert costs.factors.value("plain", 1) < 1.06
+    for _ in range(30):
+        costs.observe("chain", 0.005, 0.01)
+    assert costs.factors.value("chain", 1) == pytest.approx(2, rel=0.02)
+    assert costs.factors.value("plain", 1) == pytest.approx(2, rel=0.4)
+    assert costs.factors.value("plain", 1) > 1.5
 
 
 def test_a_kind_that_is_seldom_seen_follows_the_machine() -> None:
@@ -153,10 +168,10 @@ def test_a_kind_that_is_seldom_seen_follows_the_machine() -> None:
         for i in range(6 * 64):
             kind = "plain" if i % 64 == 0 else "chain"
             costs.observe(kind, 0.005, share * 0.005)
-    assert costs.factors.of("plain", 1).value == pytest.approx(2, rel=0.15)
-    before = costs.factors.of("plain", 1).value
+    assert costs.factors.value("plain", 1) == pytest.approx(2, rel=0.15)
+    before = costs.factors.value("plain", 1)
     costs.observe("plain", 0.005, 0.1)
-    assert costs.factors.of("plain", 1).value == pytest.approx(before, rel=0.15), "one slow round"
+    assert costs.factors.value("plain", 1) == pytest.approx(before, rel=0.15), "one slow round"
 
 
 def test_rounds_correct_what_a_level_adds() -> None:
@@ -177,7 +192,7 @@ def test_other_kinds_begin_as_plain_rounds() -> None:
     for _ in range(40):
         costs.observe("plain", 0.003, 0.006)
     costs.observe("tree", 0.005, 0.01)
-    assert costs.factors.of("tree", 1).value == pytest.approx(2, rel=0.02)
+    assert costs.factors.value("tree", 1) == pytest.approx(2, rel=0.02)
 
 
 def test_a_table_covers_drafts_of_its_size() -> None:

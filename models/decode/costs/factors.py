@@ -1,10 +1,13 @@
 """Factors on a measured table of seconds, corrected by the times of rounds.
 
-One factor per kind of round and size of the batch. Sizes are classes of 1, 2, 3 to 4, 5 to 8, ..
-requests, since the error of a table depends on them: what is measured for one request may be right
-where what is measured for sixteen is twice as much as it takes. A kind that a class has no round of
-has the factor of the class that had one last, times that of this class's plain rounds over that of
-the other's.
+A round takes the table's seconds, times the pace of the machine, which is common to all kinds of
+rounds and follows the last ones, times a factor per kind of round and size of the batch, which
+follows slowly. So a machine that slows down while no plain round is measured slows them down too.
+
+Sizes are classes of 1, 2, 3 to 4, 5 to 8, .. requests, since the error of a table depends on them:
+what is measured for one request may be right where what is measured for sixteen is twice as much as
+it takes. A kind that a class has no round of has the factor of the class that had one last, times
+that of this class's plain rounds over that of the other's.
 """
 
 from collections.abc import Iterable
@@ -16,6 +19,7 @@ from outrider.models.decode.costs.round_costs import PLAIN
 READ = "read"  # rows that the drafter has missed
 LEVELS = "levels"  # of a chain below the first
 FIRST = 5  # rounds whose median begins a factor
+PACE, PACE_LIMIT = 0.1, 1.5  # weight of a round in the pace, and the most that it may say
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 PAUSE = 16  # rounds of other kinds, after which a factor may lag behind the machine:
 AFTER_PAUSE = 0.5  # then the median of the last three ratios has this weight
@@ -24,7 +28,7 @@ SMALLEST, LARGEST = 0.1, 10.0  # of a factor
 
 @dataclass
 class Factor:
-    """Measured over table seconds of one kind of round.
+    """Measured seconds over table seconds times the pace, of one kind of round.
 
     Attributes:
         value: the median of the first ratios, since a first round is often a slow one; then their
@@ -60,13 +64,22 @@ class Factor:
 
 
 class Factors:
-    """The factors of all kinds and sizes."""
+    """The factors of all kinds and sizes.
+
+    Attributes:
+        pace: by how much the machine is slower now than the factors say.
+    """
 
     def __init__(self) -> None:
+        self.pace = 1.0
         self._factors = dict[tuple[str, int], Factor]()
         self._guessed = dict[tuple[str, int], Factor]()  # of kinds that a class has no round of
         self._last = dict[str, int]()  # kind -> size class that had a round of it last
         self._rounds = 0
+
+    def value(self, kind: str, batch: int) -> float:
+        """Return the expected seconds of a kind over the table's, the pace included."""
+        return self.pace * self.of(kind, batch).value
 
     def of(self, kind: str, batch: int) -> Factor:
         """Return the factor of a kind for batches of this size."""
@@ -99,7 +112,13 @@ class Factors:
         factors = self._own(parts, batch)
         self._rounds += 1
         self._guessed.clear()
-        error = seconds - sum(factors[name].value * part for name, part in parts.items())
+        expected = sum(factors[name].value * part for name, part in parts.items())
+        if kind != READ and all(one.rounds >= FIRST for one in factors.values()):
+            ratio = seconds / (self.pace * expected)
+            ratio = min(max(ratio, 1 / PACE_LIMIT), PACE_LIMIT)
+            pace = self.pace * (1 + PACE * (ratio - 1))
+            self.pace = min(max(pace, SMALLEST), LARGEST)
+        error = seconds / self.pace - expected
         for name, part in parts.items():
             factors[name].add(factors[name].value + error * part / size, self._rounds)
 

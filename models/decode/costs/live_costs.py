@@ -62,12 +62,12 @@ class LiveCosts:
 
     def seconds(self, shape: DraftShape, batch: int, context: int) -> RoundSeconds:
         """Return the expected seconds."""
-        factor = self.factors.of(shape.kind, batch).value
+        factor = self.factors.value(shape.kind, batch)
         draft, other = self.table_seconds(shape, batch, context)
         if shape.kind != "chain":
             return RoundSeconds(factor * draft, factor * other)
         first = self.table_seconds(FIRST_LEVEL, batch, context)
-        levels = self.factors.of(LEVELS, batch).value
+        levels = self.factors.value(LEVELS, batch)
         return RoundSeconds(
             factor * first.draft + levels * (draft - first.draft),
             factor * first.other + levels * (other - first.other),
@@ -75,7 +75,7 @@ class LiveCosts:
 
     def read_seconds(self, batch: int) -> float:
         """Expected seconds per row of reading many rows that the drafter has missed."""
-        return self.factors.of(READ, batch).value * self.times.read / 1000
+        return self.factors.value(READ, batch) * self.times.read / 1000
 
     def upper(self, shape: DraftShape, batch: int) -> float:
         """Return the factor on the expected seconds that few rounds of this shape exceed."""
@@ -92,8 +92,8 @@ class LiveCosts:
             levels: the part of `table` that a chain's levels below the first add.
         """
         first = table - levels
-        expected = first * self.factors.of(kind, batch).value
-        expected += levels * self.factors.of(LEVELS, batch).value
+        expected = first * self.factors.value(kind, batch)
+        expected += levels * self.factors.value(LEVELS, batch)
         if kind != READ:
             self.still = self.still + 1 if seconds <= 0 else 0
         interrupted = seconds > JUMP * expected and seconds > expected + JUMP_SECONDS
