@@ -238,12 +238,18 @@ def test_good_drafts_go_on_while_the_machine_changes(
     assert taken < fixed / 0.95
 
 
-@pytest.mark.parametrize("level", [LEVEL, 1.5 * STEP])
+@pytest.mark.parametrize(
+    ("level", "read", "answers"), [(LEVEL, READ, 40), (1.5 * STEP, READ, 40), (LEVEL, 0.5 * STEP, 80)]
+)
 def test_short_answers_share_what_drafts_in_vain_cost(
-    level: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    level: float, read: float, answers: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound holds for forty answers of twelve tokens together, with one c0 for all."""
+    """The bound holds for many answers of twelve tokens together, with one c0 for all.
+
+    Half of eps is enough: what drafts in vain cost is earned before a draft in a new text.
+    """
     monkeypatch.setattr(sys.modules[__name__], "LEVEL", level)
+    monkeypatch.setattr(sys.modules[__name__], "READ", read)
     target = timed_target(clock, monkeypatch)
     start = clock.now
     plain = Engine(target, None, None).generate(PROMPT, 12)
@@ -252,9 +258,9 @@ def test_short_answers_share_what_drafts_in_vain_cost(
     engine, _ = auto_engine(target, drafter)
     engine.generate(PROMPT, 12)
     start = clock.now
-    for _ in range(40):
+    for _ in range(answers):
         assert engine.generate(PROMPT, 12).ids == plain.ids
-    assert clock.now - start <= (1 + EPS) * 40 * seconds + SLACK * STEP
+    assert clock.now - start <= (1 + EPS / 2) * answers * seconds + SLACK * STEP
 
 
 def test_good_drafts_are_nearly_as_fast_as_the_best_chain(

@@ -207,6 +207,7 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
     return {
         **setting._asdict(),
         "plain/s": statistics.median(speeds.tokens[PLAIN]),
+        "tokens/s": speeds.tokens,
         "best": best,
         "best x": speeds.ratio(best, PLAIN),
         **automatic,

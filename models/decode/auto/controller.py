@@ -30,7 +30,8 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
-LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain has cost more
+LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain is not earned yet
+PROBES = 0.5  # share of eps that drafts in vain may cost; decisions in plain rounds have the rest
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
@@ -93,12 +94,16 @@ class Controller:
         self._off = self._probed = self._drafted = False
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
-        self._probe_loss = 0.0  # seconds that the last draft tried in vain has cost
+        self._unearned = 0.0  # seconds that the last draft in vain has cost, less those earned since
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
 
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
+
+        In a new text, plain rounds first earn what the last try has cost, so that short answers of
+        which no draft is accepted lose no more than eps together, however long their prompts are,
+        which a draft reads.
 
         Args:
             alone: no other request is running, so that a new ledger begins.
@@ -107,22 +112,14 @@ class Controller:
             plain = self.costs.seconds(PLAIN, len(new), context).total
             self.ledger = Ledger(self.eps, plain)
             self._drafted = False
-            most = self._first_wait(plain)
+            earned = math.ceil(self._unearned / max(PROBES * self.eps * plain, 1e-12))
+            most = max(LEAST_WAIT, earned)
             self._failures = min(self._failures, most.bit_length() - 1)
-            self._wait = min(self._wait, most)
+            self._wait = max(min(self._wait, LEAST_WAIT), earned)
         self._tree_age = TREE_ROUNDS
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
-
-    def _first_wait(self, plain: float) -> int:
-        """Return the most plain rounds before a draft is tried in a new text.
-
-        They earn what the last try has cost, so that short answers of which no draft is accepted
-        lose no more than eps together.
-        """
-        earned = self._probe_loss / max(self.eps * plain, 1e-12)
-        return math.ceil(min(LONGEST_WAIT, max(LEAST_WAIT, earned)))
 
     def tokens_left(self, one: ActiveRequest) -> float:
         """Return how many tokens an answer is expected to have left, by those that have ended."""
@@ -266,10 +263,12 @@ class Controller:
                 weight = max(ANSWERS, 1 / self._answers)
                 self._length += weight * (len(one.out.ids) - self._length)
         self._since_plain = self._since_plain + 1 if drafts else 0
+        if not drafts:
+            self._unearned = max(0.0, self._unearned - PROBES * self.eps * seconds)
         if drafts:
             self._drafted, self._probed = True, self._off
             if self._off:
-                self._probe_loss = max(0.0, seconds + extra - worth)
+                self._unearned = max(0.0, seconds + extra - worth)
             if self._off and worth > seconds:
                 last.restart()
             last.teach()
