@@ -239,7 +239,8 @@ def test_good_drafts_go_on_while_the_machine_changes(
 
 
 @pytest.mark.parametrize(
-    ("level", "read", "answers"), [(LEVEL, READ, 40), (1.5 * STEP, READ, 40), (LEVEL, 0.5 * STEP, 80)]
+    ("level", "read", "answers"),
+    [(LEVEL, READ, 40), (1.5 * STEP, READ, 40), (LEVEL, 0.5 * STEP, 80)],
 )
 def test_short_answers_share_what_drafts_in_vain_cost(
     level: float, read: float, answers: int, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -94,7 +94,7 @@ class Controller:
         self._off = self._probed = self._drafted = False
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
-        self._unearned = 0.0  # seconds that the last draft in vain has cost, less those earned since
+        self._unearned = 0.0  # seconds that the last draft in vain has cost, but for those earned
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
 
