@@ -448,7 +448,7 @@ def test_missed_rows_are_read_as_if_never_missed(clock: Clock) -> None:
     auto = Auto(depth=2, budget=2, first_plain=7, eps=1.0)
 
     def wrap(drafter: Drafter, target: Target) -> Recorder:
-        return Recorder(drafter, auto.settle, target.device)
+        return Recorder(drafter, lambda _: auto.settle(), target.device)
 
     auto.wrap = wrap  # type: ignore[method-assign]
     auto.prepare = lambda *_: None  # type: ignore[method-assign]
@@ -473,7 +473,7 @@ def test_missed_rows_are_read_as_if_never_missed(clock: Clock) -> None:
 def test_reading_changes_no_earlier_state() -> None:
     """A dialogue goes back to a state of an earlier turn, which shares its rows."""
     scripted, cpu = ScriptedDrafter(tiny.random_logits(5), 5), torch.device("cpu")
-    drafter = DeferredDrafter(scripted, lambda: None, cpu)
+    drafter = DeferredDrafter(scripted, lambda _: None, cpu)
     rows = torch.tensor([[1, 2]])
     zeros = torch.zeros_like(rows)
     positions, states = torch.tensor([[0, 1]]), zeros[..., None].float()

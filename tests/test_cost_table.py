@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decode.auto.choice import chain_shape
 from outrider.models.decode.auto.plain_rounds import STALE, PlainRounds
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
@@ -22,6 +21,7 @@ from outrider.models.decode.costs.round_costs import (
     DraftShape,
     MeasuredTimes,
     TimeGrid,
+    chain_shape,
 )
 from outrider.models.decode.engine import Engine
 from tests import tiny
@@ -184,6 +184,18 @@ def test_rounds_correct_what_a_level_adds() -> None:
         costs.observe("chain", table[depth], true[depth], table[depth] - table[1])
     found = [costs.seconds(chain_shape(d), 1, 64).total for d in range(1, 5)]
     assert found == pytest.approx(true[1:], rel=0.05)
+
+
+def test_chains_of_all_depths_cost_what_each_one_costs() -> None:
+    costs = LiveCosts(TIMES)
+    for i in range(40):
+        costs.observe("plain", 0.003, 0.004)
+        costs.observe("chain", 0.005, 0.006 + 0.0001 * (i % 3), 0.002)
+    for batch, context, deepest in ((1, 64, 4), (4, 300, 2), (1, 64, 0)):
+        costs.observe("plain", 0.003, 0.005, batch=batch)
+        expected = [costs.seconds(chain_shape(d), batch, context) for d in range(deepest + 1)]
+        found = costs.chain_seconds(batch, context, deepest)
+        assert [*map(tuple, found)] == [pytest.approx(tuple(one)) for one in expected]
 
 
 def test_other_kinds_begin_as_plain_rounds() -> None:

@@ -10,13 +10,12 @@ for one request as for all: it is drafted for all where the sum of their surviva
 """
 
 from collections.abc import Sequence
-from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.costs.live_costs import LiveCosts
-from outrider.models.decode.costs.round_costs import DraftShape
+from outrider.models.decode.costs.round_costs import DraftShape, chain_shape
 
 BUDGETS = (4, 8, 16, 32, 64)  # nodes of the trees that are considered
 
@@ -54,12 +53,6 @@ def describe(shape: DraftShape) -> str:
     return shape.kind if shape.kind == "plain" else f"{shape.kind} {shape.nodes}"
 
 
-@cache
-def chain_shape(depth: int) -> DraftShape:
-    """Return the shape of a chain; PLAIN for depth 0."""
-    return DraftShape(depth, depth, (1,) * depth)
-
-
 class ChainCosts(NamedTuple):
     """Expected seconds of rounds with chains of 0, 1, 2, .. tokens, by part."""
 
@@ -68,8 +61,7 @@ class ChainCosts(NamedTuple):
 
     @classmethod
     def of(cls, costs: LiveCosts, batch: int, context: int, deepest: int) -> "ChainCosts":
-        shapes = map(chain_shape, range(deepest + 1))
-        parts = [costs.seconds(shape, batch, context) for shape in shapes]
+        parts = costs.chain_seconds(batch, context, deepest)
         return cls([part.draft for part in parts], [part.other for part in parts])
 
     def total(self, depth: int) -> float:

@@ -33,7 +33,8 @@ LONGEST_WAIT = 256  # plain rounds before a draft is tried again
 LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain is not earned yet
 PROBES = 0.5  # share of eps that drafts in vain may cost; decisions in plain rounds have the rest
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
-TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept
+TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and in which
+TREE_NEAR = 0.9  # of the best chain's rate they must reach once, or they are not considered
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 128  # tokens over which reading missed rows is spread, at most
 ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
@@ -96,7 +97,7 @@ class Controller:
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
         self._unearned = 0.0  # seconds that the last draft in vain has cost, but for those earned
         self._trees: list[tuple[DraftShape, float]] = []
-        self._tree_age, self._tree_bias = TREE_ROUNDS, 1.0
+        self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, 1.0, True
 
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
@@ -120,6 +121,11 @@ class Controller:
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
+
+    def end_answer(self, tokens: int) -> None:
+        """Learn the length of an answer."""
+        self._answers += 1
+        self._length += max(ANSWERS, 1 / self._answers) * (tokens - self._length)
 
     def tokens_left(self, one: ActiveRequest) -> float:
         """Return how many tokens an answer is expected to have left, by those that have ended."""
@@ -205,8 +211,13 @@ class Controller:
         row = self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, now.reading(1.0, row))
-        if self.budget > deepest and not optimism:
-            choices += self._tree_choices(now, plain, tokens, row)
+        self._tree_age += 1
+        renewed = self._tree_age > TREE_ROUNDS
+        if self.budget > deepest and not optimism and (renewed or self._trees_near):
+            trees = self._tree_choices(now, plain, tokens, row)
+            least = TREE_NEAR * max(one.rate for one in choices)
+            self._trees_near = any(one.rate > least for one in trees)
+            choices += trees
         return choices
 
     def _tree_choices(
@@ -219,7 +230,6 @@ class Controller:
             row: seconds of reading a missed row.
         """
         batch, deepest = len(now.rooms), len(chains) - 1
-        self._tree_age += 1
         if self._tree_age > TREE_ROUNDS:
             survivals = [chains[0], *(b - a for a, b in pairwise(chains))]
             first = [b / a if a else 0.0 for a, b in pairwise(survivals)]
@@ -257,11 +267,6 @@ class Controller:
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
         self.ledger.add(seconds + extra, worth)
         self._plain.add(batch, not drafts)
-        for one in last.requests:
-            if one.out.stop_reason:
-                self._answers += 1
-                weight = max(ANSWERS, 1 / self._answers)
-                self._length += weight * (len(one.out.ids) - self._length)
         self._since_plain = self._since_plain + 1 if drafts else 0
         if not drafts:
             self._unearned = max(0.0, self._unearned - PROBES * self.eps * seconds)

@@ -67,11 +67,11 @@ class DeferredDrafter(DelegatingDrafter):
     """
 
     def __init__(
-        self, drafter: Drafter, on_finish: Callable[[], None], device: torch.device
+        self, drafter: Drafter, on_finish: Callable[[int], None], device: torch.device
     ) -> None:
         """
         Args:
-            on_finish: called when an answer has ended.
+            on_finish: called with the tokens of an answer when it has ended.
             device: of the target; reading is timed on it.
         """
         super().__init__(drafter)
@@ -99,7 +99,7 @@ class DeferredDrafter(DelegatingDrafter):
 
     def finish(self, answer: Sequence[int]) -> None:
         super().finish(answer)
-        self.on_finish()
+        self.on_finish(len(answer))
 
     def _read_waiting(self, states: Sequence[Deferred]) -> None:
         watch, total = Stopwatch(self.device), 0

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from outrider.models.decode.acceptance import RANKS, RequestAcceptance
-from outrider.models.decode.auto.choice import Choice, chain_shape, describe
-from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
+from outrider.models.decode.auto.choice import Choice, describe
+from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.decode.tree import Tree
 from outrider.models.drafting.vocab import DraftVocab
@@ -48,7 +48,8 @@ class Round:
     overlaps: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
-        self._before = [(one.out.times.rounds, len(one.out.ids)) for one in self.requests]
+        self._lengths = [len(one.out.ids) for one in self.requests]
+        self._start = self.requests[-1].out.times.rounds
 
     @property
     def shape(self) -> DraftShape:
@@ -70,20 +71,17 @@ class Round:
     @property
     def is_over(self) -> bool:
         """Whether its outcome is known: an interrupted round has none."""
-        return all(len(one.out.ids) > n for one, (_, n) in self._pairs())
+        return len(self.requests[-1].out.ids) > self._lengths[-1]
 
     @property
     def seconds(self) -> float:
-        """Seconds of the round, of the batch."""
-        return sum(one.out.times.rounds - before for one, (before, _) in self._pairs())
+        """Seconds of the round, of the batch: each request has an equal share."""
+        return len(self.requests) * (self.requests[-1].out.times.rounds - self._start)
 
     @property
     def tokens(self) -> int:
         """New tokens of the batch."""
-        return sum(len(one.out.ids) - before for one, (_, before) in self._pairs())
-
-    def _pairs(self) -> list[tuple[ActiveRequest, tuple[float, int]]]:
-        return list(zip(self.requests, self._before, strict=True))
+        return sum(len(one.out.ids) for one in self.requests) - sum(self._lengths)
 
     def teach(self) -> None:
         """Add the round's labels to the estimates."""
@@ -129,8 +127,8 @@ class Round:
     def _teach_tree(self, tree: Tree) -> None:
         """Follow the new text down the tree: the rank of each accepted child."""
         rows = (part.tolist() for part in (tree.ids, tree.parents, tree.real))
-        for (one, (_, before)), estimate, ids, parents, real in zip(
-            self._pairs(), self.estimates, *rows, strict=True
+        for one, before, estimate, ids, parents, real in zip(
+            self.requests, self._lengths, self.estimates, *rows, strict=True
         ):
             node: int | None = 0
             for depth, token in enumerate(one.out.ids[before:], start=1):

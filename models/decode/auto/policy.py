@@ -23,13 +23,13 @@ from outrider.conf.errors import ConfigError
 from outrider.models.decode.acceptance import CALIBRATED, GUESSED, Acceptance, RequestAcceptance
 from outrider.models.decode.auto.auto_rule import auto_rule
 from outrider.models.decode.auto.chain_growth import ChainGrowth
-from outrider.models.decode.auto.choice import ChainCosts, Choice, chain_shape
+from outrider.models.decode.auto.choice import ChainCosts, Choice
 from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situation
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, PlainRow
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import covers, read_or_measure
-from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape
+from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Draft
@@ -116,7 +116,7 @@ class Auto:
             self.controller = None  # its costs are those of another drafter
             self._weight = GUESSED if drafter.calibration is None else CALIBRATED
             self._acceptance.clear()
-        self._drafter = DeferredDrafter(drafter, self.settle, target.device)
+        self._drafter = DeferredDrafter(drafter, self._end_answer, target.device)
         return self._drafter
 
     def prepare(self, target: Target, slots: int, rows: int) -> None:
@@ -231,6 +231,11 @@ class Auto:
         if self._drafter is not None and last.shape.depth:
             read = self._drafter.read
         self.controller.settle(last, read)
+
+    def _end_answer(self, tokens: int) -> None:
+        self.settle()
+        if self.controller is not None:
+            self.controller.end_answer(tokens)
 
     def _begin(self, control: Controller, active: Sequence[ActiveRequest]) -> None:
         """Start the requests that were not there in the round before."""

@@ -16,10 +16,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.models.decode.costs.factors import LEVELS, READ, Factors
-from outrider.models.decode.costs.round_costs import DraftShape, MeasuredTimes
+from outrider.models.decode.costs.round_costs import (
+    PLAIN,
+    DraftShape,
+    MeasuredTimes,
+    chain_shape,
+)
 
 JUMP, JUMP_SECONDS = 20.0, 1.0  # a round this many times and seconds longer was interrupted
-FIRST_LEVEL = DraftShape(1, 1, (1,))
+FIRST_LEVEL = chain_shape(1)
 SHORTEST = 64  # rows of a context, below which it makes no difference
 
 
@@ -50,10 +55,11 @@ class LiveCosts:
 
     def __post_init__(self) -> None:
         self._table: dict[tuple[DraftShape, int, int], RoundSeconds] = {}
+        self._chains: dict[tuple[int, int, int], list[RoundSeconds]] = {}
 
     def table_seconds(self, shape: DraftShape, batch: int, context: int) -> RoundSeconds:
         """Return the seconds of the measured table alone."""
-        key = shape, batch, round(2 * math.log2(max(SHORTEST, context)))
+        key = shape, batch, _half_octaves(context)
         if key not in self._table:
             at = round(2 ** (key[2] / 2))
             draft, target, rest = self.times.parts(shape, batch, at, extrapolate=True)
@@ -72,6 +78,22 @@ class LiveCosts:
             factor * first.draft + levels * (draft - first.draft),
             factor * first.other + levels * (other - first.other),
         )
+
+    def chain_seconds(self, batch: int, context: int, deepest: int) -> list[RoundSeconds]:
+        """Return the expected seconds of chains of 0, 1, .. deepest tokens."""
+        key = batch, _half_octaves(context), deepest
+        if key not in self._chains:
+            shapes = map(chain_shape, range(deepest + 1))
+            self._chains[key] = [self.table_seconds(one, batch, context) for one in shapes]
+        plain, *chains = self._chains[key]
+        factor = self.factors.value(PLAIN.kind, batch)
+        out = [RoundSeconds(factor * plain.draft, factor * plain.other)]
+        if chains:
+            first, levels = chains[0], self.factors.value(LEVELS, batch)
+            more = self.factors.value(FIRST_LEVEL.kind, batch) - levels
+            draft, other = more * first.draft, more * first.other
+            out += [RoundSeconds(draft + levels * d, other + levels * o) for d, o in chains]
+        return out
 
     def read_seconds(self, batch: int) -> float:
         """Expected seconds per row of reading many rows that the drafter has missed."""
@@ -102,3 +124,8 @@ class LiveCosts:
             return expected
         self.factors.add(kind, batch, seconds, first, levels)
         return seconds
+
+
+def _half_octaves(context: int) -> int:
+    """Return a context in halves of an octave, of which it is looked up."""
+    return round(2 * math.log2(max(SHORTEST, context)))

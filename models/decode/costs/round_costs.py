@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +114,14 @@ class DraftShape(NamedTuple):
 
 
 PLAIN = DraftShape(0, 0, ())
+
+
+@cache
+def chain_shape(depth: int) -> DraftShape:
+    """Return the shape of a chain; PLAIN for depth 0."""
+    return DraftShape(depth, depth, (1,) * depth)
+
+
 SHAPE_KEYS = ("depth", "nodes", "expanded")  # of a shape in plan/*.json
 
 
