@@ -1,6 +1,8 @@
 """`outrider bench trainers`: the recipes, what speculators is given, and the ratios."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,50 @@ def test_ratio_is_of_sums_and_its_interval_is_paired() -> None:
     ours = {f"d{i}": [3.0 * i, float(i)] for i in range(1, 9)}
     theirs = {name: [2.0 * rounds, rounds] for name, (_, rounds) in ours.items()}
     results: dict[str, Any] = {
-        "outrider": {"decoded": {key: ours}, "taus": {key: [3.0]}, "seconds": [5.0, 7.0, 30.0]},
-        "speculators": {"decoded": {key: theirs}, "taus": {key: [2.0]}, "seconds": [1.0]},
-    }
+        "outrider": {
+            "decoded": {key: ours}, "taus": {key: [3.0]},
+            "seconds": [5.0, 7.0, 30.0], "mib": [300.0, 310.0, 320.0],
+        },
+        "speculators": {
+            "decoded": {key: theirs}, "taus": {key: [2.0]},
+            "seconds": [10.0, 7.0, 40.0], "mib": [600.0, 620.0, 640.0],
+        },
+    }  # fmt: skip
     rows = summarise(results)
-    assert rows["outrider"]["seconds"] == 7.0
+    assert rows["outrider"]["seconds"]["median"] == 7.0
+    assert rows["speculators"]["seconds"]["ratio"] == 0.75, "the median of .5, .75 and 1"
+    assert rows["speculators"]["mib"]["ratio"] == 0.5
     assert rows["outrider"][key]["ratio_95"] is None
     row = rows["speculators"][key]
     assert (row["tau"], row["seeds"], row["ratio"]) == (2.0, [2.0], 1.5)
     assert row["ratio_95"] == pytest.approx((1.5, 1.5))
+
+
+def test_trainings_take_turns_and_finished_ones_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = list[str]()
+
+    def train(contender: Any, options: Any, run: Path, seed: int, python: str) -> None:
+        order.append(f"{contender.trainer} {seed}")
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(0.3)"], check=True)
+
+    monkeypatch.setattr(trainers, "_train_ours", train)
+    monkeypatch.setattr(trainers, "_train_theirs", train)
+    monkeypatch.setattr(trainers, "_write_data", lambda options: None)
+    monkeypatch.setattr(trainers, "_decode", lambda *_: {"d1": (6.0, 2.0), "d2": (4.0, 2.0)})
+    python = tmp_path / "python"
+    python.touch()
+    words = [f"python={python}", f"folder={tmp_path / 'runs'}", "rates=1e-2", "norms=false"]
+    out = tmp_path / "out.json"
+    assert trainers.trainers([*words, "seeds=0,1", f"out={out}"]) == 0
+    assert order == ["outrider 0", "speculators 0", "outrider 1", "speculators 1"]
+    rows = json.loads(out.read_text())["rows"]
+    assert all(
+        row["mib"]["median"] > 2 and len(row["seconds"]["seeds"]) == 2 for row in rows.values()
+    )
+    assert trainers.trainers([*words, "seeds=0,1"]) == 0
+    assert len(order) == 4
 
 
 def test_layers_and_the_state_before_the_final_norm_are_written(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,31 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class PeakMemory:
-    """Highest resident memory while the block runs, sampled every millisecond."""
+def children_bytes() -> int:
+    """Return the resident memory of all processes that this one has started."""
+    total = 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            total += child.memory_info().rss
+    return total
 
-    def __init__(self) -> None:
-        self.highest = resident_bytes()
+
+class PeakMemory:
+    """Highest resident memory while the block runs, sampled at intervals."""
+
+    def __init__(self, of: Callable[[], int] = resident_bytes, seconds: float = 0.001) -> None:
+        """
+        Args:
+            of: bytes to sample.
+            seconds: between two samples.
+        """
+        self.of, self.seconds, self.highest = of, seconds, of()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
-        while not self._ended.wait(0.001):
-            self.highest = max(self.highest, resident_bytes())
+        while not self._ended.wait(self.seconds):
+            self.highest = max(self.highest, self.of())
 
     def __enter__(self) -> "PeakMemory":
         self._thread.start()

@@ -40,7 +40,14 @@ from outrider.data.reporter import Reporter
 from outrider.eval.metrics import bootstrap
 from outrider.eval.publish import engines
 from outrider.launch.bench import speculators_data
-from outrider.launch.bench.common import number_table, report, run_command, run_outrider
+from outrider.launch.bench.common import (
+    PeakMemory,
+    children_bytes,
+    number_table,
+    report,
+    run_command,
+    run_outrider,
+)
 from outrider.models import drafters
 from outrider.models.adapt import adapt
 from outrider.models.target.load import load_target
@@ -48,6 +55,7 @@ from outrider.train.settings import parse
 
 OURS, THEIRS = "outrider", "speculators"
 SCRIPT = Path(engines.__file__).parent / "train_speculators.py"
+COST = "cost.json"  # of a finished training
 AGAIN = "Delete this folder and run the benchmark again."
 
 
@@ -89,10 +97,14 @@ def trainers(words: list[str]) -> int:
         raise ConfigError("python", options.python, why, fix)
     with console.status("writing the text and the target's states"):
         _write_data(options)
+    every = contenders(options)
+    for seed, contender in product(options.seeds, every):  # by turns, so that times compare
+        with console.status(f"{contender.name}: training with seed {seed}"):
+            _train(contender, options, seed, str(python))
     results = dict[str, dict[str, Any]]()
-    for contender in contenders(options):
-        with console.status(f"{contender.name}: training and decoding"):
-            results[contender.name] = _measure(contender, options, str(python))
+    for contender in every:
+        with console.status(f"{contender.name}: decoding"):
+            results[contender.name] = _measure(contender, options)
     rows = summarise(results)
     report(console, _table(rows, options), options.out, {
         "setting": dataclasses.asdict(options), "rows": rows,
@@ -140,17 +152,31 @@ def _write_data(options: Options) -> None:
 # ---- training and decoding ----
 
 
-def _measure(contender: Contender, options: Options, python: str) -> dict[str, Any]:
-    """Return tokens and rounds of each dialogue by decoding, summed over seeds, and the times."""
-    decoded, taus, seconds = dict[str, dict[str, list[float]]](), dict[str, list[float]](), []
+def _folder(contender: Contender, options: Options, seed: int) -> Path:
+    return Path(options.folder) / re.sub(r"[^a-z0-9.]+", "-", f"{contender.name} seed {seed}")
+
+
+def _train(contender: Contender, options: Options, seed: int, python: str) -> None:
+    """Train with a seed, unless it has been done; keep the seconds and the highest memory."""
+    run = _folder(contender, options, seed)
+    if (run / COST).is_file():
+        return
+    train = _train_ours if contender.trainer == OURS else _train_theirs
+    start = time.monotonic()
+    with PeakMemory(children_bytes, 0.05) as peak:
+        train(contender, options, run, seed, python)
+    cost = {"seconds": time.monotonic() - start, "mib": peak.highest / 2**20}
+    write_json(run / COST, cost)
+
+
+def _measure(contender: Contender, options: Options) -> dict[str, Any]:
+    """Return tokens and rounds of each dialogue by decoding, summed over seeds, and the costs."""
+    decoded, taus = dict[str, dict[str, list[float]]](), dict[str, list[float]]()
+    costs: dict[str, list[float]] = {"seconds": [], "mib": []}
     for seed in options.seeds:
-        run = Path(options.folder) / re.sub(r"[^a-z0-9.]+", "-", f"{contender.name} seed {seed}")
-        if not (run / "seconds.json").is_file():
-            start = time.monotonic()
-            train = _train_ours if contender.trainer == OURS else _train_theirs
-            train(contender, options, run, seed, python)
-            write_json(run / "seconds.json", {"seconds": time.monotonic() - start})
-        seconds.append(read_json(run / "seconds.json", AGAIN)["seconds"])
+        run = _folder(contender, options, seed)
+        for name, value in read_json(run / COST, AGAIN).items():
+            costs[name].append(value)
         for chain, temperature in product(options.chains, options.temperatures):
             key = f"chain {chain}, T={temperature:g}"
             sums = decoded.setdefault(key, {})
@@ -159,7 +185,7 @@ def _measure(contender: Contender, options: Options, python: str) -> dict[str, A
                 old = sums.get(name, [0.0, 0.0])
                 sums[name] = [old[0] + tokens, old[1] + rounds]
             taus.setdefault(key, []).append(_tau(one))
-    return {"decoded": decoded, "taus": taus, "seconds": seconds}
+    return {"decoded": decoded, "taus": taus, **costs}
 
 
 def _train_ours(contender: Contender, options: Options, run: Path, seed: int, _: str) -> None:
@@ -232,13 +258,20 @@ def _tau(sums: dict[str, Any]) -> float:
 
 
 def summarise(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return per contender and decoding tau, its seeds, and the ratio to the best of the others.
+    """Return per contender and decoding tau, its seeds, and the ratio of Outrider's to it.
 
-    The ratio is that of Outrider to a contender, with its 95 % interval paired by dialogue.
+    The ratio has a 95 % interval paired by dialogue. Seconds and MiB are those of a whole training
+    with its start; their ratios are medians over seeds, whose trainings take turns.
     """
     ours, rows = results[OURS]["decoded"], dict[str, dict[str, Any]]()
     for name, result in results.items():
-        rows[name] = {"seconds": float(np.median(result["seconds"]))}
+        rows[name] = {
+            cost: {
+                "median": float(np.median(result[cost])), "seeds": result[cost],
+                "ratio": float(np.median(np.divide(results[OURS][cost], result[cost]))),
+            }
+            for cost in ("seconds", "mib")
+        }  # fmt: skip
         for key, sums in result["decoded"].items():
             pairs = [[*ours[key][dialogue], *sums[dialogue]] for dialogue in sums]
             rows[name][key] = {
@@ -252,9 +285,12 @@ def summarise(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _table(rows: dict[str, dict[str, Any]], options: Options) -> Table:
     keys = [f"chain {c}, T={t:g}" for c, t in product(options.chains, options.temperatures)]
     title = f"tau, and Outrider's over it: {options.steps} steps of {options.tokens} tokens"
-    table = number_table(title, ("trained by", *keys, "s"), ("trained by",))
+    table = number_table(title, ("trained by", *keys, "s", "MiB"), ("trained by",))
     for name, row in rows.items():
-        table.add_row(name, *(_cell(row[key]) for key in keys), f"{row['seconds']:.0f}")
+        costs = (f"{row[cost]['median']:.0f}" for cost in ("seconds", "mib"))
+        ratios = (f"  x{row[cost]['ratio']:.2f}" for cost in ("seconds", "mib"))
+        shown = costs if name == OURS else map("".join, zip(costs, ratios, strict=True))
+        table.add_row(name, *(_cell(row[key]) for key in keys), *shown)
     return table
 
 
