@@ -264,6 +264,33 @@ def test_short_answers_share_what_drafts_in_vain_cost(
     assert clock.now - start <= (1 + EPS / 2) * answers * seconds + SLACK * STEP
 
 
+def test_a_pause_in_a_draft_does_not_delay_the_next_for_long(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter is wrong in one answer, in which a draft takes 900 steps, and right after it."""
+    target = timed_target(clock, monkeypatch)
+    plain, _ = plain_answer(target, clock, 60)
+    right = [False]
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: right[0]), clock)
+    engine, auto = auto_engine(target, drafter)
+    engine.generate(PROMPT, 60)
+    assert auto.controller is not None
+    step, paused = drafter.step, list[int]()
+
+    def slow(*args: Any) -> Any:
+        if not paused:
+            clock.add(900 * STEP)
+        paused.append(1)
+        return step(*args)
+
+    monkeypatch.setattr(drafter, "step", slow)
+    while not paused:
+        engine.generate(PROMPT, 60)
+    right[0] = True
+    outs = [engine.generate(PROMPT, 60) for _ in range(6)]
+    assert sum(outs[-1].accepted) > 30
+
+
 def test_good_drafts_are_nearly_as_fast_as_the_best_chain(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,8 @@ class Controller:
         self._off = self._probed = self._drafted = False
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
-        self._unearned = 0.0  # seconds that the last draft in vain has cost, but for those earned
+        self._probe_extra = 0.0  # seconds that the last draft tried may cost, as it was planned
+        self._unearned = 0.0  # what it has cost, in vain, and plain rounds have not earned since
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, 1.0, True
 
@@ -170,7 +171,10 @@ class Controller:
         if best is plain or not (self._off or best.gain > 1):
             self._hold(now, choices)
             return plain._replace(why=HELD)
-        return best._replace(why=PROBE if self._off else PAYS)
+        if not self._off:
+            return best._replace(why=PAYS)
+        self._probe_extra = self._extra(best.shape, self._without(best, now), now)
+        return best._replace(why=PROBE)
 
     def _turn(self, gain: float) -> None:
         """Turn drafts off where none pays, and on after a probe that shows that one does."""
@@ -273,7 +277,8 @@ class Controller:
         if drafts:
             self._drafted, self._probed = True, self._off
             if self._off:
-                self._unearned = max(0.0, seconds + extra - worth)
+                # a pause of the machine is not what drafts cost
+                self._unearned = max(0.0, min(seconds + extra - worth, self._probe_extra))
             if self._off and worth > seconds:
                 last.restart()
             last.teach()
