@@ -282,5 +282,8 @@ def test_the_mean_length_of_answers_is_learnt() -> None:
     assert auto.controller is not None
     new = ActiveRequest(0, Request([1, 2], 6), Random(0))
     assert auto.controller.tokens_left(new) == pytest.approx((AMORTISED + 29 * 6) / 30, rel=0.1)
+    before = auto.controller._answers
+    engine.generate_all([Request([1, 2], 6)] * 3 + [Request([1, 2], 1)], 2)
+    assert auto.controller._answers == before + 3, "also of answers that end in one round"
     new.out.ids = [1] * 8
     assert auto.controller.tokens_left(new) == pytest.approx(10 / 4, rel=0.2), "a quarter at least"

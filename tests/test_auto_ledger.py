@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
+from outrider.models.decode.auto.controller import MOST_WAIT
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.live_costs import LiveCosts
@@ -223,15 +224,16 @@ def test_the_bound_holds_while_the_machine_changes(
     assert taken <= (1 + EPS) * seconds + 2 * SLACK * STEP
 
 
-@pytest.mark.parametrize("right", [0.5, 0.8])
+@pytest.mark.parametrize("right", [0.7, 0.8])
 @pytest.mark.parametrize("pace", PACES)
 def test_good_drafts_go_on_while_the_machine_changes(
     pace: str, right: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock)
+    plain, seconds = paced_answer(Engine(target, None, None), clock, PACES[pace])
     drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < right), clock)
     _, fixed = paced_answer(Engine(target, drafter, Chain(2)), clock, PACES[pace])
+    assert fixed / 0.95 < 0.95 * seconds, "plain decoding would fail"
     engine, _ = auto_engine(target, drafter)
     engine.generate(PROMPT, 100)
     _, taken = paced_answer(engine, clock, PACES[pace])
@@ -289,6 +291,54 @@ def test_a_pause_in_a_draft_does_not_delay_the_next_for_long(
     right[0] = True
     outs = [engine.generate(PROMPT, 60) for _ in range(6)]
     assert sum(outs[-1].accepted) > 30
+
+
+def test_dearer_drafts_are_not_taken_for_a_slower_machine(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 200 tokens a level takes four times as long, so that no draft pays any more."""
+    target = timed_target(clock, monkeypatch)
+    plain, seconds = plain_answer(target, clock)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < 0.6), clock)
+    engine, _ = auto_engine(target, drafter)
+    engine.generate(PROMPT, 100)
+    start = clock.now
+    for event in engine.run([Request(PROMPT, COUNT)], 1):
+        if len(event.out.ids) >= 200:
+            monkeypatch.setattr(sys.modules[__name__], "LEVEL", 4 * 3e-4)
+    assert event.out.ids == plain.ids
+    late = event.out.choices[-150:]
+    assert sum(one == "plain" for one in late) > 140
+    assert clock.now - start <= (1 + EPS) * seconds + 2 * SLACK * STEP
+
+
+def test_a_prompt_that_was_read_for_good_drafts_delays_no_later_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "READ", 0.1 * STEP)
+    target = timed_target(clock, monkeypatch)
+    plain, _ = plain_answer(target, clock, 100)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: n % 4 > 0), clock)
+    engine, _ = auto_engine(target, drafter)
+    outs = [engine.generate(PROMPT, 100) for _ in range(3)]
+    assert all(out.choices.count("plain") < 5 for out in outs[1:])
+
+
+def test_without_eps_a_draft_is_tried_in_some_later_text(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = timed_target(clock, monkeypatch)
+    plain, _ = plain_answer(target, clock, 60)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: False), clock)
+    engine, auto = auto_engine(target, drafter)
+    auto.eps = 0.0
+    auto.controller = None
+    auto.use_costs(LiveCosts(table()))
+    engine.generate(PROMPT, 60)
+    calls = drafter.calls
+    for _ in range(MOST_WAIT // 60 + 2):
+        engine.generate(PROMPT, 60)
+    assert drafter.calls > calls
 
 
 def test_good_drafts_are_nearly_as_fast_as_the_best_chain(

@@ -174,6 +174,29 @@ def test_a_kind_that_is_seldom_seen_follows_the_machine() -> None:
     assert costs.factors.value("plain", 1) == pytest.approx(before, rel=0.15), "one slow round"
 
 
+def test_long_rounds_drive_no_factor_away_from_the_others() -> None:
+    """One round in a hundred takes five times as long, which says nothing of other kinds."""
+    costs = LiveCosts(TIMES)
+    for kind in ("plain", "tree"):
+        for _ in range(20):
+            costs.observe(kind, 0.005, 0.005)
+    for i in range(3000):
+        costs.observe("chain", 0.005, 0.025 if i % 100 == 50 else 0.005)
+    for kind in ("plain", "chain", "tree"):
+        assert costs.factors.value(kind, 1) == pytest.approx(1, rel=0.1)
+
+
+def test_dearer_drafts_are_told_from_a_slower_machine_by_three_plain_rounds() -> None:
+    costs = LiveCosts(TIMES)
+    for kind, seconds, count in (("plain", 1, 40), ("chain", 1, 40), ("chain", 1.5, 40)):
+        for _ in range(count):
+            costs.observe(kind, 0.005, 0.005 * seconds)
+    assert costs.factors.value("plain", 1) > 1.2
+    for _ in range(3):
+        costs.observe("plain", 0.005, 0.005)
+    assert costs.factors.value("plain", 1) == pytest.approx(1, rel=0.1)
+
+
 def test_rounds_correct_what_a_level_adds() -> None:
     """A first level costs what the table says, and each further one half of it."""
     costs = LiveCosts(TIMES)

@@ -1,9 +1,11 @@
 """The controller of `decode=auto`: whether a round drafts, and which shape.
 
 While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
-drafts, to see whether the text has changed; its cost is in the ledger. While drafts pay, a round is
-plain after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured;
-so are the first rounds of every size of the batch, and of one that had none for long.
+drafts, to see whether the text has changed; its cost is in the ledger. A new text first waits until
+plain rounds have earned what the dearest draft in vain has cost. While drafts pay, a round is plain
+after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured; three
+are when the pace of the machine has changed, which may be that of drafts alone; and so are the
+first rounds of every size of the batch, and of one that had none for long.
 """
 
 import math
@@ -30,11 +32,13 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
-LEAST_WAIT = 16  # at the start of a text, unless the last draft in vain is not earned yet
+LEAST_WAIT = 16  # at the start of a text, unless the dearest draft in vain is not earned yet,
+MOST_WAIT = 4096  # which takes at most this
 PROBES = 0.5  # share of eps that drafts in vain may cost; decisions in plain rounds have the rest
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
-TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and in which
-TREE_NEAR = 0.9  # of the best chain's rate they must reach once, or they are not considered
+CHANGED, BURST = 0.15, 3  # relative change of the pace that is measured by so many plain rounds
+TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
+TREE_NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 128  # tokens over which reading missed rows is spread, at most
 ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
@@ -95,17 +99,17 @@ class Controller:
         self._off = self._probed = self._drafted = False
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
-        self._probe_extra = 0.0  # seconds that the last draft tried may cost, as it was planned
-        self._unearned = 0.0  # what it has cost, in vain, and plain rounds have not earned since
+        self._probe_extra = 0.0  # seconds that a draft that is tried may cost, as it was planned
+        self._unearned = 0.0  # plain rounds that must still earn what the dearest one in vain cost
+        self._pace, self._burst = 1.0, 0  # at the last plain round; plain rounds still to measure
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, 1.0, True
 
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
 
-        In a new text, plain rounds first earn what the last try has cost, so that short answers of
-        which no draft is accepted lose no more than eps together, however long their prompts are,
-        which a draft reads.
+        In a new text, plain rounds first earn what the dearest draft in vain has cost, that is the
+        one that has read the prompt: so prompts of short answers are not all read in vain.
 
         Args:
             alone: no other request is running, so that a new ledger begins.
@@ -114,7 +118,7 @@ class Controller:
             plain = self.costs.seconds(PLAIN, len(new), context).total
             self.ledger = Ledger(self.eps, plain)
             self._drafted = False
-            earned = math.ceil(self._unearned / max(PROBES * self.eps * plain, 1e-12))
+            earned = math.ceil(self._unearned) if self._off else 0
             most = max(LEAST_WAIT, earned)
             self._failures = min(self._failures, most.bit_length() - 1)
             self._wait = max(min(self._wait, LEAST_WAIT), earned)
@@ -124,7 +128,9 @@ class Controller:
             one.out.ledger = self.ledger
 
     def end_answer(self, tokens: int) -> None:
-        """Learn the length of an answer."""
+        """Learn the length of an answer; one that ended at its first token had no round."""
+        if tokens < 2:
+            return
         self._answers += 1
         self._length += max(ANSWERS, 1 / self._answers) * (tokens - self._length)
 
@@ -143,10 +149,23 @@ class Controller:
         self._wait -= 1
         if self._wait >= 0:
             return OFF if self._off else HELD
-        if not self._off and self._since_plain >= self._refresh:
-            self._refresh = min(2 * self._refresh, REFRESH)
+        if not self._off and self._is_due():
             return MEASURES
         return ""
+
+    def _is_due(self) -> bool:
+        """Return whether a plain round is to be measured, between others that draft."""
+        if self._burst:
+            self._burst -= 1
+            return True
+        if self._since_plain >= FIRST_REFRESH:
+            if abs(self.costs.factors.pace / self._pace - 1) > CHANGED:
+                self._burst = BURST - 1
+                return True
+            if self._since_plain >= self._refresh:
+                self._refresh = min(2 * self._refresh, REFRESH)
+                return True
+        return False
 
     def choose(self, now: Situation) -> Choice:
         """Return what the next round drafts, and why."""
@@ -173,15 +192,17 @@ class Controller:
             return plain._replace(why=HELD)
         if not self._off:
             return best._replace(why=PAYS)
-        self._probe_extra = self._extra(best.shape, self._without(best, now), now)
+        extras = (self._extra(one.shape, self._without(one, now), now) for one in choices)
+        self._probe_extra = max(extras)  # a chain may grow
         return best._replace(why=PROBE)
 
     def _turn(self, gain: float) -> None:
         """Turn drafts off where none pays, and on after a probe that shows that one does."""
         if not self._off and gain < 1:
-            self._off, self._wait = True, 2**self._failures
+            self._off, self._wait = True, min(2**self._failures, LONGEST_WAIT)
         elif self._off and self._probed and gain > MARGIN:
             self._off, self._failures, self._wait = False, self._failures // 2, 0
+            self._unearned = 0.0
         elif self._off and self._probed:
             self._failures += 1
             self._wait = min(2**self._failures, LONGEST_WAIT)
@@ -215,12 +236,15 @@ class Controller:
         row = self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, now.reading(1.0, row))
+        if self.budget <= deepest or optimism:
+            return choices
         self._tree_age += 1
         renewed = self._tree_age > TREE_ROUNDS
-        if self.budget > deepest and not optimism and (renewed or self._trees_near):
+        if renewed or self._trees_near:
             trees = self._tree_choices(now, plain, tokens, row)
-            least = TREE_NEAR * max(one.rate for one in choices)
-            self._trees_near = any(one.rate > least for one in trees)
+            if renewed:
+                least = TREE_NEAR * max(one.rate for one in choices)
+                self._trees_near = any(one.rate > least for one in trees)
             choices += trees
         return choices
 
@@ -273,12 +297,15 @@ class Controller:
         self._plain.add(batch, not drafts)
         self._since_plain = self._since_plain + 1 if drafts else 0
         if not drafts:
-            self._unearned = max(0.0, self._unearned - PROBES * self.eps * seconds)
+            self._pace = self.costs.factors.pace
+            self._unearned = max(0.0, self._unearned - 1)
         if drafts:
             self._drafted, self._probed = True, self._off
             if self._off:
                 # a pause of the machine is not what drafts cost
-                self._unearned = max(0.0, min(seconds + extra - worth, self._probe_extra))
+                loss = min(seconds + extra - worth, self._probe_extra)
+                rounds = loss / max(PROBES * self.eps * last.plain, 1e-12)
+                self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
             if self._off and worth > seconds:
                 last.restart()
             last.teach()

@@ -133,6 +133,7 @@ class Auto:
         times, note = read_or_measure(target, self._drafter.inner, self.file, slots, rows, shape)
         self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
+        costs.factors.pace = 1.0  # the machine is as slow as when these times were measured
         self.use_costs(costs)
         longest = costs.seconds(chain_shape(deepest), slots, rows).draft
         self._drafter.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)
@@ -192,6 +193,8 @@ class Auto:
         """Plan a round by its candidates, and draft it."""
         control, requests = self.controller, context.requests
         assert control is not None, "prepare() comes first"
+        if isinstance(context.drafter, DeferredDrafter):  # engines may share this policy
+            self._drafter = context.drafter
         length = _mean_length(requests)
         deepest = max(0, min(self.depth, context.max_depth, max(context.depth_limits)))
         costs = ChainCosts.of(control.costs, len(requests), length, deepest)

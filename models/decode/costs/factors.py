@@ -22,7 +22,7 @@ FIRST = 5  # rounds whose median begins a factor
 PACE, PACE_LIMIT = 0.1, 1.5  # weight of a round in the pace, and the most that it may say
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 PAUSE = 16  # rounds of other kinds, after which a factor may lag behind the machine:
-AFTER_PAUSE = 0.5  # then the median of the last three ratios has this weight
+AFTER_PAUSE = 0.5  # then the median of the last three ratios has this weight, three times
 SMALLEST, LARGEST = 0.1, 10.0  # of a factor
 
 
@@ -36,6 +36,7 @@ class Factor:
         spread: moving average of its relative distance from the average.
         recent: the last ratios.
         latest: the round in which a ratio was added last.
+        since_pause: ratios since a pause.
     """
 
     value: float = 1.0
@@ -43,6 +44,7 @@ class Factor:
     rounds: int = 0
     recent: tuple[float, ...] = ()
     latest: int = 0
+    since_pause: int = 3
 
     def add(self, ratio: float, now: int) -> None:
         """Add a ratio; `now` is the number of rounds of all kinds so far."""
@@ -52,9 +54,10 @@ class Factor:
         distance = abs(ratio / self.value - 1) if self.rounds else self.spread
         self.recent = (*self.recent, ratio)[-FIRST:]
         self.rounds += 1
+        self.since_pause = 1 if now - self.latest > PAUSE else self.since_pause + 1
         if self.rounds <= FIRST:
             self.value = median(self.recent)
-        elif now - self.latest > PAUSE:
+        elif self.since_pause <= 3:
             self.value += AFTER_PAUSE * (median(self.recent[-3:]) - self.value)
         else:
             self.value += max(MEMORY, 1 / self.rounds) * (ratio - self.value)
@@ -113,12 +116,13 @@ class Factors:
         self._rounds += 1
         self._guessed.clear()
         expected = sum(factors[name].value * part for name, part in parts.items())
+        ratio = seconds / (self.pace * expected)
         if kind != READ and all(one.rounds >= FIRST for one in factors.values()):
-            ratio = seconds / (self.pace * expected)
+            # pace and factors are given the same ratio: else long rounds would drive them apart
             ratio = min(max(ratio, 1 / PACE_LIMIT), PACE_LIMIT)
             pace = self.pace * (1 + PACE * (ratio - 1))
             self.pace = min(max(pace, SMALLEST), LARGEST)
-        error = seconds / self.pace - expected
+        error = (ratio - 1) * expected
         for name, part in parts.items():
             factors[name].add(factors[name].value + error * part / size, self._rounds)
 
