@@ -211,7 +211,7 @@ def test_the_bound_holds_while_the_machine_changes(
 ) -> None:
     """T_plain is what plain decoding takes for the same tokens at the same time.
 
-    It is estimated from rounds before, so that a second c0 is needed while the pace jumps.
+    It is estimated from rounds before, so that half a c0 more is needed while the pace jumps.
     """
     target = timed_target(clock, monkeypatch)
     plain_engine = Engine(target, None, None)
@@ -221,7 +221,7 @@ def test_the_bound_holds_while_the_machine_changes(
     engine.generate(PROMPT, 100)
     out, taken = paced_answer(engine, clock, PACES[pace])
     assert out.ids == plain.ids
-    assert taken <= (1 + EPS) * seconds + 2 * SLACK * STEP
+    assert taken <= (1 + EPS) * seconds + 1.5 * SLACK * STEP
 
 
 @pytest.mark.parametrize("right", [0.7, 0.8])
