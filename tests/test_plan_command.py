@@ -271,6 +271,17 @@ def test_bench_batch_by_kind_context_and_temperature(run: Config, tmp_path: Path
     assert all(("same" in row) == (row["temperature"] == 0) for row in rows)
 
 
+def test_after_other_prompts_answers_do_not_end(
+    run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token is an end token here."""
+    monkeypatch.setattr(rounds, "stop_ids", lambda tokenizer, target: range(target.vocab_size))
+    with pytest.raises(RunError, match="first token"):
+        measured(run, tmp_path, "batches=1", "shapes=chain of 2")
+    (row,) = measured(run, tmp_path, "contexts=16", "batches=1", "shapes=chain of 2")
+    assert row["same"] == row["answers"] > 0
+
+
 def test_the_time_in_which_the_drafter_reads_prompts_counts() -> None:
     """A drafter of decode=auto reads them in a round, others before the first."""
     before = Output([1, 2, 3, 4], times=RoundTimes(prefill=5.0, prompt=0.5, rounds=1.0))

@@ -20,6 +20,9 @@ Ended requests of a batch are replaced, as a server does, by `per_slot` requests
 places in all. The last ones end in ever smaller batches, which costs drafts more than plain
 decoding, whose answers of equal length end together.
 
+With `contexts` an answer has `tokens` tokens, whatever the target says: after many prompts without
+an answer some targets end at once.
+
 `weights` selects a drafter whose drafts are rejected, always or in parts of the text
 (`impaired_drafters.py`). Drafters that run the target on their drafts have no `auto`.
 """
@@ -188,7 +191,7 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
     file = run.folder / FILE if run.options.weights == "trained" else None
     weights: Weights = "trained" if run.options.weights == "random" else run.options.weights
     engines = {
-        name: run.engine(policy, sampling, impaired(run.drafter, weights))
+        name: run.engine(policy, sampling, impaired(run.drafter, weights), setting.context > 0)
         for name, policy in shapes_of(run.target, run.drafter, file, run.options.shapes).items()
     }
     turns = range(1 + run.options.repeats)
@@ -213,7 +216,7 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
         **automatic,
         "tau": {name: _tau(repetitions[0][name]) for name in names if name != PLAIN},
         "speedup": {name: speeds.ratio(name, PLAIN) for name in names if name != PLAIN},
-        **_equal_answers(run, requests, repetitions[0], setting.temperature),
+        **_equal_answers(run, requests, repetitions[0], setting),
     }
 
 
@@ -264,13 +267,14 @@ def _equal_answers(
     run: LoadedRun[Options],
     requests: list[Request],
     outputs: Mapping[str, Sequence[Output]],
-    temperature: float,
+    setting: Setting,
 ) -> dict[str, int]:
     """Return how many greedy answers equal those of one prompt at a time; {} if they are drawn."""
-    if temperature:
+    if setting.temperature:
         return {}
     prompts = {tuple(one.prompt): one for one in requests}
-    alone = run.engine(None, Sampling()).generate_all([*prompts.values()], 1)
+    engine = run.engine(None, Sampling(), endless=setting.context > 0)
+    alone = engine.generate_all([*prompts.values()], 1)
     answers_of = dict(zip(prompts, (out.ids for out in alone), strict=True))
     expected = [answers_of[tuple(one.prompt)] for one in requests]
     drafted = [answers for name, answers in outputs.items() if name != PLAIN]

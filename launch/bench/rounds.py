@@ -91,15 +91,21 @@ class LoadedRun(Generic[T]):
         return [Request(one, self.options.tokens, number) for number, one in enumerate(ids)]
 
     def engine(
-        self, policy: Policy | None, sampling: Sampling, drafter: Drafter | None = None
+        self,
+        policy: Policy | None,
+        sampling: Sampling,
+        drafter: Drafter | None = None,
+        endless: bool = False,
     ) -> Engine:
         """Return a decoder with this policy; None decodes without the drafter.
 
         Args:
             drafter: in place of the run's.
+            endless: end tokens do not end answers.
         """
         drafter = None if policy is None else drafter or self.drafter
-        return Engine(self.target, drafter, policy, sampling=sampling, stops=self.stops)
+        stops = Stops() if endless else self.stops
+        return Engine(self.target, drafter, policy, sampling=sampling, stops=stops)
 
     def show(self, table: Table, rows: list[dict[str, Any]]) -> None:
         """Print the table, and write the rows to `out`."""
