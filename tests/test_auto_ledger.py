@@ -293,6 +293,29 @@ def test_a_pause_in_a_draft_does_not_delay_the_next_for_long(
     assert sum(outs[-1].accepted) > 30
 
 
+def test_a_plain_round_after_a_draft_says_nothing_of_plain_decoding(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 1.3 steps here, since the drafter has used the processor's caches."""
+    target = timed_target(clock, monkeypatch)
+    plain, seconds = plain_answer(target, clock)
+    timed, rows = tiny.MeanTarget.forward, [1]
+
+    def cold(self: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before, rows[0] = rows[0], ids.numel() // len(ids)
+        clock.add(0.3 * STEP * (before > rows[0] == 1))
+        return timed(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(tiny.MeanTarget, "forward", cold)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < 0.8), clock)
+    engine, _ = auto_engine(target, drafter)
+    engine.generate(PROMPT, 100)
+    out = engine.generate(PROMPT, COUNT)
+    assert out.choices.count("plain") < 0.2 * len(out.choices)
+    assert out.ledger is not None
+    assert out.ledger.plain == pytest.approx(seconds, rel=0.03)
+
+
 def test_dearer_drafts_are_not_taken_for_a_slower_machine(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,8 @@ drafts, to see whether the text has changed; its cost is in the ledger. A new te
 plain rounds have earned what the dearest draft in vain has cost. While drafts pay, a round is plain
 after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured; three
 are when the pace of the machine has changed, which may be that of drafts alone; and so are the
-first rounds of every size of the batch, and of one that had none for long.
+first rounds of every size of the batch, and of one that had none for long. A plain round after one
+that has drafted finds the caches of the processor cold and is not measured: one more follows it.
 """
 
 import math
@@ -160,10 +161,10 @@ class Controller:
             return True
         if self._since_plain >= FIRST_REFRESH:
             if abs(self.costs.factors.pace / self._pace - 1) > CHANGED:
-                self._burst = BURST - 1
+                self._burst = BURST
                 return True
             if self._since_plain >= self._refresh:
-                self._refresh = min(2 * self._refresh, REFRESH)
+                self._refresh, self._burst = min(2 * self._refresh, REFRESH), 1
                 return True
         return False
 
@@ -285,7 +286,10 @@ class Controller:
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
         extra = reading if drafts else last.own  # deciding is part of a drafted round's time
         batch, measured = len(last.requests), last.seconds - extra
-        seconds = self.costs.observe(kind, last.table, measured, last.levels, batch)
+        cold = not drafts and self._since_plain > 0
+        seconds = self.costs.observe(
+            kind, last.table, measured, last.levels, batch, learns=not cold
+        )
         if rows and self.costs.times.read:
             extra = self.costs.observe(
                 READ, rows * self.costs.times.read / 1000, reading, batch=batch
@@ -294,7 +298,7 @@ class Controller:
             warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
         self.ledger.add(seconds + extra, worth)
-        self._plain.add(batch, not drafts)
+        self._plain.add(batch, not drafts and not cold)
         self._since_plain = self._since_plain + 1 if drafts else 0
         if not drafts:
             self._pace = self.costs.factors.pace

@@ -104,7 +104,13 @@ class LiveCosts:
         return 1 + 2 * self.factors.of(shape.kind, batch).spread
 
     def observe(
-        self, kind: str, table: float, seconds: float, levels: float = 0.0, batch: int = 1
+        self,
+        kind: str,
+        table: float,
+        seconds: float,
+        levels: float = 0.0,
+        batch: int = 1,
+        learns: bool = True,
     ) -> float:
         """Refresh the factors by a round; return the seconds that count for it.
 
@@ -112,6 +118,7 @@ class LiveCosts:
             table: the table's seconds of the round.
             seconds: measured.
             levels: the part of `table` that a chain's levels below the first add.
+            learns: the factors are refreshed.
         """
         first = table - levels
         expected = first * self.factors.value(kind, batch)
@@ -122,7 +129,8 @@ class LiveCosts:
         if seconds <= 0 or interrupted or not math.isfinite(seconds):
             self.ignored += 1
             return expected
-        self.factors.add(kind, batch, seconds, first, levels)
+        if learns:
+            self.factors.add(kind, batch, seconds, first, levels)
         return seconds
 
 
