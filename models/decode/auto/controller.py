@@ -3,10 +3,10 @@
 While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
 drafts, to see whether the text has changed; its cost is in the ledger. A new text first waits until
 plain rounds have earned what the dearest draft in vain has cost. While drafts pay, a round is plain
-after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured; three
+after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured; two
 are when the pace of the machine has changed, which may be that of drafts alone; and so are the
 first rounds of every size of the batch, and of one that had none for long. A plain round after one
-that has drafted finds the caches of the processor cold and is not measured: one more follows it.
+that has drafted finds the caches of the processor cold and is not measured: it comes before these.
 """
 
 import math
