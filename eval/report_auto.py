@@ -6,11 +6,13 @@ from typing import Any
 
 from outrider.models.decode.request import Output
 
-LEDGER = {"real, plain, bound, slack, worst, eps, debt, step": float, "refused": int}
+LEDGER = {
+    "real, plain, bound, slack, worst, eps, debt, step": float, "refused": int, "paused?": float,
+}  # fmt: skip
 ANSWER = {"choices": [str], "gains": [float], "ledger": LEDGER}  # of a line of the outputs
 SUMMARY = {  # in `<out>.json`
     "choices": {str: int}, "real, plain, bound": float, "answers, kept": int, "worst_share": float,
-    "notes": [str],
+    "paused?": float, "notes": [str],
 }  # fmt: skip
 
 
@@ -39,6 +41,7 @@ def summarise_auto(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> d
         "answers": len(answers),
         "kept": sum(one["worst"] <= one["slack"] for one in ledgers),
         "worst_share": max(shares, default=0.0),
+        "paused": sum(one.get("paused", 0.0) for one in ledgers),
         "notes": list(notes),
     }
     return {"auto": summary}
@@ -61,7 +64,9 @@ def auto_line(summary: Mapping[str, Any]) -> str:
     """Return one line for the console: the shapes, the ledger and its bound."""
     kept, answers = summary["kept"], summary["answers"]
     within = "all answers" if kept == answers else f"{kept} of {answers} answers"
+    paused = summary.get("paused", 0.0)
+    without = f"; pauses of the machine, {paused:.2f} s, are left out" if paused else ""
     return (
         f"auto: {_shares(summary['choices'])}; ledger {summary['real']:.2f} s, bound "
-        f"{summary['bound']:.2f} s (plain {summary['plain']:.2f} s), kept in {within}"
+        f"{summary['bound']:.2f} s (plain {summary['plain']:.2f} s), kept in {within}{without}"
     )

@@ -269,7 +269,10 @@ def test_short_answers_share_what_drafts_in_vain_cost(
 def test_a_pause_in_a_draft_does_not_delay_the_next_for_long(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafter is wrong in one answer, in which a draft takes 900 steps, and right after it."""
+    """The drafter is wrong in one answer, in which a draft takes 95 steps, and right after it.
+
+    A longer one would be left out as a pause of the machine.
+    """
     target = timed_target(clock, monkeypatch)
     plain, _ = plain_answer(target, clock, 60)
     right = [False]
@@ -281,7 +284,7 @@ def test_a_pause_in_a_draft_does_not_delay_the_next_for_long(
 
     def slow(*args: Any) -> Any:
         if not paused:
-            clock.add(900 * STEP)
+            clock.add(95 * STEP)
         paused.append(1)
         return step(*args)
 
@@ -291,6 +294,60 @@ def test_a_pause_in_a_draft_does_not_delay_the_next_for_long(
     right[0] = True
     outs = [engine.generate(PROMPT, 60) for _ in range(6)]
     assert sum(outs[-1].accepted) > 30
+
+
+def test_a_pause_in_the_first_draft_is_no_cost_of_drafting(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 400 steps, forty times c0, which 13,000 plain rounds would have to earn."""
+    target = timed_target(clock, monkeypatch)
+    plain, seconds = plain_answer(target, clock, 100)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: True), clock)
+    engine, auto = auto_engine(target, drafter)
+    slow_drafts(drafter, 400 * STEP, range(1), monkeypatch)
+    out = engine.generate(PROMPT, 100)
+    assert sum(out.accepted) > 60
+    assert out.ledger is not None
+    assert out.ledger.kept
+    assert out.ledger.real < seconds
+    assert out.ledger.paused == pytest.approx(400 * STEP, rel=0.05)
+    assert auto.controller is not None
+    assert auto.controller.costs.ignored == 1
+
+
+def test_drafts_that_always_take_long_are_a_cost(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred times as long as the table says, and always wrong: one counts as a pause."""
+    target = timed_target(clock, monkeypatch)
+    plain, seconds = plain_answer(target, clock)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: False), clock)
+    engine, _ = auto_engine(target, drafter)
+    slow_drafts(drafter, 150 * STEP, range(1000), monkeypatch)
+    start = clock.now
+    assert engine.generate(PROMPT, COUNT).ids == plain.ids
+    assert clock.now - start <= (1 + EPS) * seconds + SLACK * STEP + 2 * 150 * STEP
+
+
+def slow_drafts(
+    drafter: TimedDrafter, seconds: float, which: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the first level of these drafts take so much longer."""
+    absorb, step, drafts = drafter.absorb, drafter.step, iter(range(10_000))
+    begun = [False]
+
+    def absorbed(*args: Any) -> Any:
+        begun[0] = True
+        return absorb(*args)
+
+    def slow(*args: Any) -> Any:
+        if begun[0] and next(drafts) in which:
+            drafter.clock.add(seconds)
+        begun[0] = False
+        return step(*args)
+
+    monkeypatch.setattr(drafter, "absorb", absorbed)
+    monkeypatch.setattr(drafter, "step", slow)
 
 
 def test_a_plain_round_after_a_draft_says_nothing_of_plain_decoding(

@@ -15,7 +15,7 @@ from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
 from outrider.models.decode.costs.factors import READ
-from outrider.models.decode.costs.live_costs import FIRST_LEVEL, JUMP, LiveCosts
+from outrider.models.decode.costs.live_costs import FIRST_LEVEL, JUMP_SECONDS, LiveCosts
 from outrider.models.decode.costs.round_costs import (
     PLAIN,
     DecodedRound,
@@ -240,12 +240,29 @@ def test_a_table_covers_drafts_of_its_size() -> None:
     assert not measurement.covers(TIMES, 5, 256, (4, 4, 4))
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 * JUMP + 1.1])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 + JUMP_SECONDS + 0.001])
 def test_a_time_that_cannot_be_is_left_out(seconds: float) -> None:
     costs = LiveCosts(TIMES)
     assert costs.observe("plain", 0.005, seconds) == 0.005
     assert (costs.ignored, costs.factors.of("plain", 1).rounds) == (1, 0)
     assert costs.observe("plain", 0.005, 0.006) == 0.006
+
+
+def test_two_long_rounds_in_turn_are_no_pause() -> None:
+    """A draft that always takes 0.2 s counts from the second one on, and moves the factor."""
+    costs = LiveCosts(TIMES)
+    counted = []
+    for _ in range(8):
+        counted.append(costs.observe("chain", 0.005, 0.2))
+        assert costs.observe("plain", 0.003, 0.003) == 0.003
+    assert counted == [0.005, *[0.2] * 7]
+    assert costs.factors.value("chain", 1) > 5
+
+
+def test_pauses_between_ordinary_rounds_are_left_out() -> None:
+    costs = LiveCosts(TIMES)
+    counted = [costs.observe("chain", 0.005, 0.005 if n % 2 else 0.2) for n in range(8)]
+    assert counted == [0.005] * 8
 
 
 def test_a_policy_measures_once_and_then_reads(

@@ -38,6 +38,7 @@ class Ledger:
         debt: L.
         worst: the largest L - eps * T_plain so far, which c0 bounds.
         refused: rounds that the ledger did not allow to draft.
+        paused: seconds of pauses of the machine, which are in none of the others.
     """
 
     eps: float
@@ -47,6 +48,7 @@ class Ledger:
     debt: float = 0.0
     worst: float = 0.0
     refused: int = 0
+    paused: float = 0.0
 
     @property
     def slack(self) -> float:

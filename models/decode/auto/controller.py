@@ -290,6 +290,7 @@ class Controller:
         seconds = self.costs.observe(
             kind, last.table, measured, last.levels, batch, learns=not cold
         )
+        self.ledger.paused += max(0.0, measured - seconds)
         if rows and self.costs.times.read:
             extra = self.costs.observe(
                 READ, rows * self.costs.times.read / 1000, reading, batch=batch

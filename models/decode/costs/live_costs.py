@@ -7,8 +7,8 @@ one alone, a table whose levels are too dear would keep chains at one token, and
 could not correct it. Contexts are rounded to halves of an octave, so that a round is looked up and
 seldom interpolated.
 
-A measured time is not used, and the table's is, where the clock has stood still or gone back, or
-where it is so long that the process was stopped.
+A measured time is not used, and the expected one is, where the clock has stood still or gone back,
+or where it is so long that the machine has paused. Two in turn of one kind are no pauses.
 """
 
 import math
@@ -23,7 +23,7 @@ from outrider.models.decode.costs.round_costs import (
     chain_shape,
 )
 
-JUMP, JUMP_SECONDS = 20.0, 1.0  # a round this many times and seconds longer was interrupted
+JUMP, JUMP_SECONDS = 10.0, 0.1  # a round this many times and seconds longer has had a pause
 FIRST_LEVEL = chain_shape(1)
 SHORTEST = 64  # rows of a context, below which it makes no difference
 
@@ -56,6 +56,7 @@ class LiveCosts:
     def __post_init__(self) -> None:
         self._table: dict[tuple[DraftShape, int, int], RoundSeconds] = {}
         self._chains: dict[tuple[int, int, int], list[RoundSeconds]] = {}
+        self._paused = set[tuple[str, int]]()  # kinds and batches whose last round had a pause
 
     def table_seconds(self, shape: DraftShape, batch: int, context: int) -> RoundSeconds:
         """Return the seconds of the measured table alone."""
@@ -125,13 +126,20 @@ class LiveCosts:
         expected += levels * self.factors.value(LEVELS, batch)
         if kind != READ:
             self.still = self.still + 1 if seconds <= 0 else 0
-        interrupted = seconds > JUMP * expected and seconds > expected + JUMP_SECONDS
-        if seconds <= 0 or interrupted or not math.isfinite(seconds):
+        is_time = seconds > 0 and math.isfinite(seconds)
+        if not is_time or self._is_pause(kind, batch, seconds, expected):
             self.ignored += 1
             return expected
         if learns:
             self.factors.add(kind, batch, seconds, first, levels)
         return seconds
+
+    def _is_pause(self, kind: str, batch: int, seconds: float, expected: float) -> bool:
+        """Return whether a long round is a pause of the machine: the next one is not as long."""
+        long = seconds > max(JUMP * expected, expected + JUMP_SECONDS)
+        again = (kind, batch) in self._paused
+        (self._paused.add if long else self._paused.discard)((kind, batch))
+        return long and not again
 
 
 def _half_octaves(context: int) -> int:
