@@ -67,6 +67,11 @@ METRICS = (
     Metric("ms.baseline_prefill", "ms/prompt", "without a drafter"),
     Metric("shares", "share of round", "ms.draft, target, verify, commit, other / ms.round"),
     Metric("overhead", "share of round", "(ms.verify + ms.commit + ms.other) / ms.round"),
+    Metric("auto.real", "s", "decode=auto: seconds of the answers and prefill, without pauses"),
+    Metric("auto.plain", "s", "decode=auto: estimate for plain decoding of the same tokens"),
+    Metric("auto.bound", "s", "decode=auto: (1 + eps) x auto.plain + 10 plain steps per answer"),
+    Metric("auto.kept", "answers", "decode=auto: within their bound after every round"),
+    Metric("auto.paused", "s", "decode=auto: pauses of the machine within rounds, left out"),
     Metric("exact", "yes/no", "greedy or coupled: every answer equals plain decoding exactly"),
 )
 

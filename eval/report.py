@@ -123,6 +123,8 @@ class Report:
         trained, rates = self.setting.get("trained_depths"), self.summary.cond_at
         if trained is None or not 0 < trained < len(rates):
             return ""
+        if "auto" in self.setting:  # it drafts such depths only where they pay
+            return ""
         deeper = ", ".join(format_number(rate) for rate in rates[trained:])
         return (
             f"decode.depth={len(rates)} exceeds drafter.depths={trained}: after accepted parents, "
@@ -211,7 +213,7 @@ def above_tau(report: Mapping[str, Any]) -> str:
         for name, part in parts.items()
         if part["speedup"] is not None and part["tau"] is not None and part["speedup"] > part["tau"]
     ]
-    where = "" if "all" in names or not names else f" ({', '.join(names)})"
+    where = "" if "all" in names or not names else f" in {', '.join(names)}"
     why = "is noise: a round takes at least a plain step."
     return f"Speedup above tau{where} {why}" if names else ""
 

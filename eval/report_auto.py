@@ -9,6 +9,7 @@ from outrider.models.decode.request import Output
 LEDGER = {
     "real, plain, bound, slack, worst, eps, debt, step": float, "refused": int, "paused?": float,
 }  # fmt: skip
+MOST_SHAPES = 8  # that are named
 ANSWER = {"choices": [str], "gains": [float], "ledger": LEDGER}  # of a line of the outputs
 SUMMARY = {  # in `<out>.json`
     "choices": {str: int}, "real, plain, bound": float, "answers, kept": int, "worst_share": float,
@@ -49,14 +50,22 @@ def summarise_auto(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> d
 
 def choice_shares(choices: Sequence[str]) -> str:
     """Return how often each shape was drafted: `plain 20 %, chain 3 50 %, tree 8 30 %`."""
-    return _shares(Counter(choices))
+    return shares_of(Counter(choices))
 
 
-def _shares(counts: Mapping[str, int]) -> str:
-    total = max(1, sum(counts.values()))
+def shares_of(counts: Mapping[str, int]) -> str:
+    """Return the shares of counted shapes; those that are not named are no more than one of them.
+
+    At most MOST_SHAPES are named.
+    """
+    total = sum(counts.values()) or 1
     ranked = sorted(counts.items(), key=lambda pair: -pair[1])
-    parts = [f"{name} {100 * count / total:.0f} %" for name, count in ranked[:3]]
-    others = sum(count for _, count in ranked[3:])
+    named = 3
+    most = min(MOST_SHAPES, len(ranked))
+    while named < most and sum(n for _, n in ranked[named:]) > ranked[named - 1][1]:
+        named += 1
+    shown, others = ranked[:named], sum(n for _, n in ranked[named:])
+    parts = [f"{name} {100 * count / total:.0f} %" for name, count in shown]
     return ", ".join(parts + [f"others {100 * others / total:.0f} %"] * (others > 0))
 
 
@@ -67,6 +76,6 @@ def auto_line(summary: Mapping[str, Any]) -> str:
     paused = summary.get("paused", 0.0)
     without = f"; pauses of the machine, {paused:.2f} s, are left out" if paused else ""
     return (
-        f"auto: {_shares(summary['choices'])}; ledger {summary['real']:.2f} s, bound "
+        f"auto: {shares_of(summary['choices'])}; ledger {summary['real']:.2f} s, bound "
         f"{summary['bound']:.2f} s (plain {summary['plain']:.2f} s), kept in {within}{without}"
     )

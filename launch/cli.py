@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None, program: str = "outrider") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     if program == "outrider" and name in VERBS:
-        program = f"outrider {name}"
+        benchmark = [word for word in words[1:2] if name == "bench" and word in BENCHES]
+        program = " ".join(["outrider", name, *benchmark])
     with exit_on_error(program):
         if name in ("-h", "--help", "help"):
             from outrider.launch.help import overview
@@ -257,7 +258,7 @@ def _help(name: str, words: list[str], program: str, multirun: bool) -> int:
         usage = f"{meaning}{explain}\n\nexamples{pages.EXAMPLES[name]}"
         return _print(f"{program} {own}: {verb.line}\n\n{usage}")
     if name == "bench" and words:
-        return pages.benchmark(f"{program} {words[0]}", _benchmark(words))
+        return pages.benchmark(f"outrider bench {words[0]}", _benchmark(words))
     if name == "bench":
         lines = "\n".join(f"  {name:<14}{bench.line}" for name, bench in BENCHES.items())
         return _print(f"{program} BENCH [key=value ...]: {verb.line}\n\n{lines}")

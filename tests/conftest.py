@@ -11,11 +11,13 @@ from outrider.conf.compose import compose
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
+from outrider.models.decode.round_times import Stopwatch
 from outrider.models.target import load, process
 from outrider.models.target.load import LoadedTarget
 from outrider.train.settings import parse
 from tests import shapes
 from tests.runs import config
+from tests.simulated_clock import Clock
 
 PROOFS = {  # the decoder is lossless: enumeration and token equality
     "test_batch", "test_block_rules", "test_engine", "test_gumbel_coupling", "test_lossy_rules",
@@ -97,3 +99,10 @@ def pytest_fixture_setup() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     shapes.check_again(enabled=item.get_closest_marker("untyped") is None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(Stopwatch, "clock", staticmethod(clock.read))
+    return clock

@@ -17,7 +17,9 @@ from outrider.eval.auto_policy import policy_beside
 from outrider.eval.chat import chat
 from outrider.eval.decoder import Decoder
 from outrider.eval.page.answers import choice_figure
-from outrider.eval.report_auto import auto_line, choice_shares
+from outrider.eval.page.speed import automatic_parts
+from outrider.eval.report import load
+from outrider.eval.report_auto import auto_line, choice_shares, shares_of
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
@@ -166,6 +168,11 @@ def test_a_report_has_the_choices_and_the_ledger(
         for choice, drafted in zip(choices, line["drafted"], strict=True):
             assert (choice == "plain") == (drafted == 0)
     assert cli.main(["report", f"run.dir={run}"]) == 0
+    (table,) = automatic_parts({"eval": load(run / "eval", "eval")})
+    (row,) = table.rows
+    assert [cell.text for cell in row[:3]] == [
+        "eval", shares_of(summary["choices"]), f"{summary['real']:.2f}"
+    ]  # fmt: skip
     figure = choice_figure(lines[0])
     assert figure.title == f"choices of decode=auto: {lines[0]['id']}"
     assert figure.light.startswith("data:image/svg")
@@ -233,6 +240,15 @@ def test_candidate_trees_are_the_best_of_their_size() -> None:
 def test_shares_by_hand() -> None:
     assert choice_shares(["plain", "chain 2", "plain", "tree 8"]) == (
         "plain 50 %, chain 2 25 %, tree 8 25 %"
+    )
+    assert choice_shares([]) == ""
+
+
+def test_other_shapes_are_no_larger_than_those_that_are_named() -> None:
+    counts = {"plain": 40, **{f"chain {n}": 12 - n for n in range(1, 8)}}
+    assert shares_of(counts) == (
+        "plain 42 %, chain 1 11 %, chain 2 10 %, chain 3 9 %, chain 4 8 %, chain 5 7 %, "
+        "chain 6 6 %, others 5 %"
     )
 
 

@@ -1,161 +1,35 @@
-"""decode=auto never costs more than its bound, on a clock that only the models move.
+"""decode=auto never costs more than its bound, on a simulated clock."""
 
-The clock moves by a known time for every forward of the target and every call of the drafter, so
-that the time of plain decoding is known exactly, and not only by the controller's own estimate.
-"""
-
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from outrider.conf.errors import ConfigError
 from outrider.models.decode.auto.controller import MOST_WAIT
-from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter
-from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.live_costs import LiveCosts
-from outrider.models.decode.costs.round_costs import MeasuredTimes, TimeGrid
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.ledger import SLACK, Ledger
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Output, Request
-from outrider.models.decode.round_times import Stopwatch
-from outrider.models.drafting.drafter import Absorbed, Drafter
-from outrider.models.interface import Trace
-from outrider.models.target.target import Target
-from tests import tiny
-from tests.tiny import ScriptedDrafter, Text
-
-STEP, ROW, LEVEL, READ = 1e-3, 1e-4, 3e-4, 2e-5  # seconds: of a forward, a row more, a level, a row
-EPS, COUNT = 0.03, 600
-
-
-class Clock:
-    """A clock that the models move; `pace` is by how much the machine is slowed down."""
-
-    def __init__(self) -> None:
-        self.now, self.pace = 0.0, 1.0
-        self.runs = True
-
-    def add(self, seconds: float) -> None:
-        self.now += seconds * self.pace * self.runs
-
-    def read(self) -> float:
-        self.add(1e-7)
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(Stopwatch, "clock", staticmethod(clock.read))
-    return clock
-
-
-class TimedDrafter(ScriptedDrafter):
-    """A drafter that takes time, and counts its calls."""
-
-    def __init__(self, row: Callable[[Text], Tensor], clock: Clock) -> None:
-        super().__init__(row, tiny.TOKENS)
-        self.clock, self.calls = clock, 0
-
-    def absorb(self, state: Any, trace: Trace) -> Any:
-        self.calls += 1
-        self.clock.add(READ * trace.ids.shape[1])
-        return super().absorb(state, trace)
-
-    def step(self, *args: Any) -> Any:
-        self.calls += 1
-        self.clock.add(LEVEL)
-        return super().step(*args)
-
-
-def timed_target(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """The target without layers, whose forward takes STEP and ROW for every further row."""
-    target = tiny.mean_target()
-    real, shape = tiny.MeanTarget.forward, target.shape()._replace(max_positions=4096)
-
-    def forward(self: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        clock.add(STEP + ROW * (ids.numel() - len(ids)))
-        return real(self, ids, *args, **kwargs)
-
-    monkeypatch.setattr(tiny.MeanTarget, "forward", forward)
-    monkeypatch.setattr(tiny.MeanTarget, "shape", lambda _: shape)
-    return target
-
-
-def table(pace: float = 1.0) -> MeasuredTimes:
-    """The true costs, in milliseconds, times `pace`."""
-    ms = 1000 * pace
-    verified: dict[tuple[int, ...], float]
-    drafted: dict[tuple[int, ...], float]
-    verified = {(n, b, 64): ms * (STEP + ROW * b * (n - 1)) for n in (1, 33) for b in (1, 4)}
-    drafted = {
-        (w, d, b, 64): ms * b * (LEVEL * d + 3 * READ)
-        for w in (1, 4)
-        for d in (1, 8)
-        for b in (1, 4)
-    }
-    return MeasuredTimes(
-        "simulated",
-        TimeGrid({"tokens": (1, 33), "batch": (1, 4), "context": (64,)}, verified),
-        TimeGrid({"width": (1, 4), "depth": (1, 8), "batch": (1, 4), "context": (64,)}, drafted),
-        read=ms * READ,
-    )
-
-
-def auto_engine(
-    target: Target, drafter: TimedDrafter, pace: float = 1.0, **settings: Any
-) -> tuple[Engine, Auto]:
-    auto = Auto(eps=EPS, **settings)
-    engine = Engine(target, drafter, auto)
-    auto.use_costs(LiveCosts(table(pace)))
-    auto.prepare = lambda *_: None  # type: ignore[method-assign]
-    return engine, auto
-
-
-def guesses(answer: Sequence[int], prompt: Sequence[int], right: Callable[[int], bool]) -> Any:
-    """Certain of every token; right about the n-th of the answer iff right(n)."""
-    text = [*prompt, *answer]
-
-    def row(prefix: Text) -> Tensor:
-        logits = torch.zeros(tiny.TOKENS)
-        at = len(prefix)
-        token = text[at] if at < len(text) else 0
-        if not right(at - len(prompt)):
-            token = (token + 1) % tiny.TOKENS
-        logits[token] = 12.0
-        return logits
-
-    return row
-
-
-def chance(n: int) -> float:
-    """A number between 0 and 1 without a pattern."""
-    return (n * 7919 + n * n * 31) % 997 / 997
-
-
-PROMPT = [1, 2, 3]
-TEXTS: dict[str, Callable[[int], bool]] = {
-    "always wrong": lambda n: False,
-    "always right": lambda n: True,
-    "changes every 200 tokens": lambda n: n // 200 % 2 == 0,
-    "changes every 20 tokens": lambda n: n // 20 % 2 == 0,
-    "wrong at first": lambda n: n > 300,
-    "every third": lambda n: n % 3 == 0,
-    "a third at random": lambda n: chance(n) < 0.3,
-    "half at random": lambda n: chance(n) < 0.5,
-}
-
-
-def plain_answer(target: Target, clock: Clock, count: int = COUNT) -> tuple[Output, float]:
-    start = clock.now
-    out = Engine(target, None, None).generate(PROMPT, count)
-    return out, clock.now - start
+from tests import simulated_clock, tiny
+from tests.simulated_clock import (
+    COUNT,
+    EPS,
+    LEVEL,
+    PROMPT,
+    READ,
+    STEP,
+    TEXTS,
+    Clock,
+    TimedDrafter,
+    auto_engine,
+    chance,
+    guesses,
+    plain_answer,
+    table,
+    timed_target,
+)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +125,8 @@ def test_short_answers_share_what_drafts_in_vain_cost(
 
     Half of eps is enough: what drafts in vain cost is earned before a draft in a new text.
     """
-    monkeypatch.setattr(sys.modules[__name__], "LEVEL", level)
-    monkeypatch.setattr(sys.modules[__name__], "READ", read)
+    monkeypatch.setattr(simulated_clock, "LEVEL", level)
+    monkeypatch.setattr(simulated_clock, "READ", read)
     target = timed_target(clock, monkeypatch)
     start = clock.now
     plain = Engine(target, None, None).generate(PROMPT, 12)
@@ -385,7 +259,7 @@ def test_dearer_drafts_are_not_taken_for_a_slower_machine(
     start = clock.now
     for event in engine.run([Request(PROMPT, COUNT)], 1):
         if len(event.out.ids) >= 200:
-            monkeypatch.setattr(sys.modules[__name__], "LEVEL", 4 * 3e-4)
+            monkeypatch.setattr(simulated_clock, "LEVEL", 4 * 3e-4)
     assert event.out.ids == plain.ids
     late = event.out.choices[-150:]
     assert sum(one == "plain" for one in late) > 140
@@ -395,7 +269,7 @@ def test_dearer_drafts_are_not_taken_for_a_slower_machine(
 def test_a_prompt_that_was_read_for_good_drafts_delays_no_later_one(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "READ", 0.1 * STEP)
+    monkeypatch.setattr(simulated_clock, "READ", 0.1 * STEP)
     target = timed_target(clock, monkeypatch)
     plain, _ = plain_answer(target, clock, 100)
     drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: n % 4 > 0), clock)
@@ -419,81 +293,6 @@ def test_without_eps_a_draft_is_tried_in_some_later_text(
     for _ in range(MOST_WAIT // 60 + 2):
         engine.generate(PROMPT, 60)
     assert drafter.calls > calls
-
-
-def test_good_drafts_are_nearly_as_fast_as_the_best_chain(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = timed_target(clock, monkeypatch)
-    plain, seconds = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < 0.8), clock)
-    best = seconds
-    for depth in range(1, 9):
-        start = clock.now
-        Engine(target, drafter, Chain(depth)).generate(PROMPT, COUNT)
-        best = min(best, clock.now - start)
-    engine, _ = auto_engine(target, drafter)
-    engine.generate(PROMPT, 100)  # what is learnt stays for the next answer
-    start = clock.now
-    engine.generate(PROMPT, COUNT)
-    assert best < 0.8 * seconds
-    assert clock.now - start < best / 0.95
-
-
-def test_wrong_drafts_are_turned_off_and_cost_nothing(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the last 300 rounds at most three are probes; the drafter is called in these alone."""
-    target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: False), clock)
-    engine, _ = auto_engine(target, drafter)
-    calls, seconds, outs = list[int](), list[float](), list[Output]()
-    for event in engine.run([Request(PROMPT, COUNT)], 1):
-        calls.append(drafter.calls)
-        seconds.append(clock.now)
-        outs.append(event.out)
-    out = outs[-1]
-    late = out.choices[-300:]
-    assert sum(choice != "plain" for choice in late) <= 3
-    for i, choice in enumerate(out.choices):
-        if choice == "plain":
-            assert calls[i + 1] == calls[i]
-            assert seconds[i + 1] - seconds[i] == pytest.approx(STEP, rel=0.01)
-
-
-def test_a_change_of_the_text_is_found(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: n > 200), clock)
-    engine, _ = auto_engine(target, drafter)
-    out = engine.generate(PROMPT, COUNT)
-    assert sum(out.accepted) > 0.5 * (COUNT - 456)  # found within 256 tokens
-
-
-def test_levels_that_are_not_submitted_are_learnt_from(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter is right and certain about every other token, and has no opinion on the rest.
-
-    The second level is not submitted, so that no outcome is seen. Its estimate falls all the same:
-    else it would be drafted in vain in later rounds.
-    """
-    target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock)
-    certain = guesses(plain.ids, PROMPT, lambda n: n % 2 == 1)
-
-    def text(prefix: Text) -> Tensor:
-        row: Tensor = certain(prefix)
-        return row if (len(prefix) - len(PROMPT)) % 2 else 0.01 * row
-
-    drafter = TimedDrafter(text, clock)
-    engine, auto = auto_engine(target, drafter)
-    out = engine.generate(PROMPT, COUNT)
-    assert out.ids == plain.ids
-    assert set(out.choices[50:]) <= {"plain", "chain 1"}
-    assert auto.controller is not None
-    assert auto.controller.shared.levels[1].mean < 0.4
 
 
 @pytest.mark.parametrize("batch", [2, 4])
@@ -545,7 +344,6 @@ def test_a_clock_that_jumps_is_left_out_of_the_ledger(
     for event in engine.run([Request(PROMPT, COUNT)], 1):
         if len(event.out.ids) > 100 and jump:
             target_forward = clock.add
-            clock.now += 0.0
             monkeypatch.setattr(clock, "add", _once(clock, target_forward, jump))
             jump = 0.0
     out = event.out
@@ -570,9 +368,6 @@ def _once(clock: Clock, add: Callable[[float], None], jump: float) -> Callable[[
     return moved
 
 
-# ---- the parts -----------------------------------------------------------------------------------
-
-
 def test_the_ledger_by_hand() -> None:
     """Ten plain rounds of 1 s earn 0.3 s; with c0 = 10 s a round may cost 10.3 s more."""
     ledger = Ledger(EPS, step=1.0)
@@ -587,89 +382,3 @@ def test_the_ledger_by_hand() -> None:
     assert ledger.kept
     ledger.add(200.0, 1.0)
     assert not ledger.kept
-
-
-def test_missed_rows_are_read_as_if_never_missed(clock: Clock) -> None:
-    """States of a drafter with taps, after rounds that it skipped, equal those without."""
-    target = tiny.target()
-    of = tiny.drafter("eagle3", target).eval()
-    seen: dict[str, list[Tensor]] = {}
-
-    class Recorder(DeferredDrafter):
-        def step_batch(self, states: Any, depth: int, ids: Any, parents: Any) -> Any:
-            logits, new = super().step_batch(states, depth, ids, parents)
-            if depth == 1:
-                seen.setdefault("late", []).append(logits)
-            return logits, new
-
-    auto = Auto(depth=2, budget=2, first_plain=7, eps=1.0)
-
-    def wrap(drafter: Drafter, target: Target) -> Recorder:
-        return Recorder(drafter, lambda _: auto.settle(), target.device)
-
-    auto.wrap = wrap  # type: ignore[method-assign]
-    auto.prepare = lambda *_: None  # type: ignore[method-assign]
-    engine = Engine(target, of, auto)
-    auto.use_costs(LiveCosts(table()))
-    prompt = [5, 40, 17, 23, 9]
-    out = engine.generate(prompt, 12)
-    assert out.choices[:7] == ["plain"] * 7
-    assert out.choices[7].startswith("chain")
-    text = [*prompt, *out.ids[:8]]
-    target.set_taps(of.taps)
-    rows = torch.tensor([text])
-    trace = target.trace(
-        rows, torch.zeros_like(rows).bool(), torch.zeros_like(rows),
-        torch.arange(len(text))[None],
-    )  # fmt: skip
-    state = of.absorb(None, tiny.slice_trace(trace, slice(0, 1), slice(0, len(text) - 1)))
-    logits, _ = of.step(state, 1, rows[0, -1:], torch.zeros(1, dtype=torch.long))
-    torch.testing.assert_close(seen["late"][0][0], logits, atol=1e-4, rtol=1e-4)
-
-
-def test_reading_changes_no_earlier_state() -> None:
-    """A dialogue goes back to a state of an earlier turn, which shares its rows."""
-    scripted, cpu = ScriptedDrafter(tiny.random_logits(5), 5), torch.device("cpu")
-    drafter = DeferredDrafter(scripted, lambda _: None, cpu)
-    rows = torch.tensor([[1, 2]])
-    zeros = torch.zeros_like(rows)
-    positions, states = torch.tensor([[0, 1]]), zeros[..., None].float()
-    first = Trace(rows, rows + 1, zeros.bool(), zeros, positions, states[..., :0], states)
-    (state,) = drafter.absorb_batch([None], [first])
-    assert isinstance(state, Deferred)
-    assert (state.absorbed, state.rows) == (Absorbed(), 2)
-    drafter.step_batch([state], 1, torch.tensor([[3]]), torch.tensor([[0]]))
-    assert (state.waiting, state.rows) == ((), 0)
-    read: Any = state.absorbed.state
-    assert read.text == (1, 2, 3)
-
-
-@pytest.mark.parametrize("name", ["kangaroo", "layerskip", "lookahead", "sparse_kv"])
-def test_a_drafter_that_cannot_be_skipped_is_refused(name: str) -> None:
-    target = tiny.target()
-    drafter = tiny.drafter(name, target, tiny.vocab(tiny.VOCAB), draft_vocab_size=None)
-    with pytest.raises(ConfigError, match="cannot be turned off"):
-        Engine(target, drafter, Auto())
-
-
-def test_a_batch_of_zero_is_refused() -> None:
-    target = tiny.mean_target()
-    drafter = ScriptedDrafter(tiny.random_logits(tiny.TOKENS), tiny.TOKENS)
-    with pytest.raises(ValueError, match="batch=0"):
-        Engine(target, drafter, Auto()).generate_all([Request([1], 4)], 0)
-
-
-@pytest.mark.parametrize("settings", [{"depth": 0}, {"budget": 0}, {"width": 0}, {"eps": -0.1}])
-def test_contradictory_limits_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="at least"):
-        Auto(**settings)
-
-
-def test_no_warning_in_ordinary_rounds(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock, 40)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: True), clock)
-    engine, _ = auto_engine(target, drafter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert engine.generate(PROMPT, 40).ids == plain.ids

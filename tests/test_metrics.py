@@ -251,6 +251,7 @@ def test_every_field_of_a_summary_has_a_definition() -> None:
     defined = {metric.name for metric in METRICS}
     total = summarise([A, B], depth=3)
     reported = {name for name in vars(total) if name != "ms"} | {f"ms.{name}" for name in total.ms}
-    assert reported | {"exact", "forecast"} == defined
+    automatic = {f"auto.{name}" for name in ("real", "plain", "bound", "kept", "paused")}
+    assert reported | automatic | {"exact", "forecast"} == defined
     assert len(METRICS) == len(defined)
     assert all(metric.unit and metric.definition for metric in METRICS)

@@ -119,7 +119,7 @@ def test_a_speedup_above_tau_is_called_noise() -> None:
     assert "c: Speedup" not in text
     one_category = report(0.5, 4.0)
     assert one_category.summary.speedup == pytest.approx(2.25)
-    assert one_category.verdict().endswith(f"Speedup above tau (p1) {noise}")
+    assert one_category.verdict().endswith(f"Speedup above tau in p1 {noise}")
 
 
 def test_verdict_without_baseline() -> None:
@@ -188,6 +188,7 @@ def test_drafts_deeper_than_training_are_printed_with_their_acceptance() -> None
     assert f"{note} are accepted with 0.50, 1.00; token 1 with 1.00" in text
     assert "exceeds drafter.depths" not in printed(report(2.0, trained_depths=3))
     assert "exceeds drafter.depths" not in printed(report(2.0, trained_depths=None))
+    assert not report(2.0, trained_depths=1, auto={}).beyond_training()
 
 
 def test_theory_table_has_measured_and_predicted_speedups() -> None:

@@ -3,10 +3,18 @@
 from collections.abc import Iterator, Mapping
 
 from outrider.eval.metrics import ROUND_PARTS, Summary
-from outrider.eval.page.elements import Figure, Note, Part, metric_definitions, text_table
+from outrider.eval.page.elements import (
+    Figure,
+    Note,
+    Part,
+    Table,
+    metric_definitions,
+    text_table,
+)
 from outrider.eval.page.figures import Interval, are_several, bars, draw, points, stacked_bars
 from outrider.eval.page.run_files import RunFiles
 from outrider.eval.report import Report, describe_policy, exact_in_a_word, format_number
+from outrider.eval.report_auto import shares_of
 
 THEORY = (
     "from times: tau x plain step / round, equal to the measured one. no overhead: the same with "
@@ -37,6 +45,24 @@ def speed_parts(run: RunFiles) -> Iterator[Part]:
             "speedup (95 %)", "exact"]  # fmt: skip
     rows = [_row(out, report) for out, report in run.reports.items()]
     yield text_table("reports", head, rows, metric_definitions(*names))
+    yield from automatic_parts(run.reports)
+
+
+def automatic_parts(reports: Mapping[str, Report]) -> Iterator[Table]:
+    """Yield what decode=auto has drafted, and its ledger."""
+    summaries = {out: r.setting["auto"] for out, r in reports.items() if "auto" in r.setting}
+    if not summaries:
+        return
+    head = ["report", "drafts", "ledger, s", "plain, s", "bound, s", "answers within bound",
+            "pauses, s"]  # fmt: skip
+    rows = [
+        [out, shares_of(one["choices"]),
+         *(format_number(one[name]) for name in ("real", "plain", "bound")),
+         f"{one['kept']} of {one['answers']}", format_number(one.get("paused", 0.0))]
+        for out, one in summaries.items()
+    ]  # fmt: skip
+    names = ("auto.real", "auto.plain", "auto.bound", "auto.kept", "auto.paused")
+    yield text_table("automatic drafts", head, rows, metric_definitions(*names))
 
 
 def _row(out: str, report: Report) -> list[str]:

@@ -14,7 +14,8 @@ has the cost table of the run, and has seen the setting once, in a pass that war
                repetitions: a choice that a user can make before decoding
     ledger     largest share of the time of plain decoding that speculation cost, c0 aside: eps is
                the bound
-    same       greedy answers of all shapes that equal plain decoding of one prompt at a time
+    same       greedy answers that equal plain decoding of one prompt at a time, of all shapes
+               together
 
 Ended requests of a batch are replaced, as a server does, by `per_slot` requests for each of its
 places in all. The last ones end in ever smaller batches, which costs drafts more than plain

@@ -111,8 +111,8 @@ class LoadedRun(Generic[T]):
         """Print the table, and write the rows to `out`."""
         Console().print(table)
         self.save(rows)
-        if self.options.out:
-            Console().print(f"written: {self.options.out}")
+        out = self.options.out
+        Console().print(f"written: {out}" if out else "not saved; out=FILE saves every number")
 
     def save(self, rows: list[dict[str, Any]]) -> None:
         """Write the rows measured so far to `out`, if it is set."""

@@ -1,7 +1,7 @@
 """The ledger of `decode=auto`: what speculation has cost so far beyond plain decoding.
 
-With T_real the seconds spent and T_plain those of plain decoding for the same tokens, a round that
-drafts is allowed only if, even with nothing accepted,
+With T_real the seconds spent, pauses of the machine left out, and T_plain those of plain decoding
+for the same tokens, a round that drafts is allowed only if, even with nothing accepted,
 
     L + (T_round - C_plain) <= eps * T_plain + c0          where L = T_real - T_plain
 
@@ -10,11 +10,11 @@ never lowers T_plain. So at every time
 
     T_real <= (1 + eps) * T_plain + c0
 
-for every text and any acceptance, up to the error of C_plain. L is kept above -CREDIT plain steps,
-so that earlier savings are not spent later; this only tightens the bound. In a batch the bound is
-that of the throughput of the batch, at its own composition: tokens are worth what plain decoding of
-the requests that are left would take. Requests whose drafts are accepted end earlier, and the
-others go on in a smaller batch than plain decoding has at that time.
+for every text and any acceptance, up to the errors of C_plain and of the planned T_round. L is kept
+above -CREDIT plain steps, so that earlier savings are not spent later; this only tightens the
+bound. In a batch the bound is that of the throughput of the batch, at its own composition: tokens
+are worth what plain decoding of the requests that are left would take. Requests whose drafts are
+accepted end earlier, and the others go on in a smaller batch than plain decoding has at that time.
 
 Seconds that a plain decoder does not spend, such as reading missed rows or deciding what to draft,
 are part of T_real. Reading the prompt is part of both. Deciding takes time in plain rounds too: if

@@ -292,9 +292,9 @@ class Controller:
         )
         self.ledger.paused += max(0.0, measured - seconds)
         if rows and self.costs.times.read:
-            extra = self.costs.observe(
-                READ, rows * self.costs.times.read / 1000, reading, batch=batch
-            )
+            table = rows * self.costs.times.read / 1000
+            extra = self.costs.observe(READ, table, reading, batch=batch)
+            self.ledger.paused += max(0.0, reading - extra)
         if self.costs.still == STILL:
             warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds

@@ -91,7 +91,8 @@ def read_costs(file: Path, setting: CostSetting) -> tuple[MeasuredTimes | None, 
             return None, f"{file} was measured with another {differences}"
         return MeasuredTimes.from_fields(setting.name, content), ""
     except (CorruptFile, ValueError) as error:
-        return None, f"{file} is no cost table ({str(error).splitlines()[0]})"
+        why = str(error).splitlines()[0].rstrip(".")
+        return None, why if str(file) in why else f"{file}: {why}"
 
 
 def _differences(known: dict[str, Any], setting: CostSetting) -> str:

@@ -8,7 +8,8 @@ could not correct it. Contexts are rounded to halves of an octave, so that a rou
 seldom interpolated.
 
 A measured time is not used, and the expected one is, where the clock has stood still or gone back,
-or where it is so long that the machine has paused. Two in turn of one kind are no pauses.
+or where it is so long that the machine has paused: at most one of APART rounds of a kind is taken
+for a pause, so that drafts that always take long count and are learnt.
 """
 
 import math
@@ -23,7 +24,8 @@ from outrider.models.decode.costs.round_costs import (
     chain_shape,
 )
 
-JUMP, JUMP_SECONDS = 10.0, 0.1  # a round this many times and seconds longer has had a pause
+JUMP, JUMP_SECONDS = 10.0, 0.1  # a round this many times and seconds longer has had a pause,
+APART = 16  # if none of so many rounds of its kind before has had one
 FIRST_LEVEL = chain_shape(1)
 SHORTEST = 64  # rows of a context, below which it makes no difference
 
@@ -56,7 +58,7 @@ class LiveCosts:
     def __post_init__(self) -> None:
         self._table: dict[tuple[DraftShape, int, int], RoundSeconds] = {}
         self._chains: dict[tuple[int, int, int], list[RoundSeconds]] = {}
-        self._paused = set[tuple[str, int]]()  # kinds and batches whose last round had a pause
+        self._apart = dict[str, int]()  # kind -> rounds until the next may have had a pause
 
     def table_seconds(self, shape: DraftShape, batch: int, context: int) -> RoundSeconds:
         """Return the seconds of the measured table alone."""
@@ -127,19 +129,20 @@ class LiveCosts:
         if kind != READ:
             self.still = self.still + 1 if seconds <= 0 else 0
         is_time = seconds > 0 and math.isfinite(seconds)
-        if not is_time or self._is_pause(kind, batch, seconds, expected):
+        if not is_time or self._is_pause(kind, seconds, expected):
             self.ignored += 1
             return expected
         if learns:
             self.factors.add(kind, batch, seconds, first, levels)
         return seconds
 
-    def _is_pause(self, kind: str, batch: int, seconds: float, expected: float) -> bool:
-        """Return whether a long round is a pause of the machine: the next one is not as long."""
-        long = seconds > max(JUMP * expected, expected + JUMP_SECONDS)
-        again = (kind, batch) in self._paused
-        (self._paused.add if long else self._paused.discard)((kind, batch))
-        return long and not again
+    def _is_pause(self, kind: str, seconds: float, expected: float) -> bool:
+        """Return whether the machine has paused within a round."""
+        wait = self._apart.get(kind, 0)
+        is_pause = not wait and seconds > max(JUMP * expected, expected + JUMP_SECONDS)
+        if wait or is_pause:
+            self._apart[kind] = APART if is_pause else wait - 1
+        return is_pause
 
 
 def _half_octaves(context: int) -> int:
