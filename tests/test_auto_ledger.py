@@ -78,6 +78,31 @@ def paced_answer(
     return event.out, clock.now - start
 
 
+@pytest.mark.parametrize(
+    ("period", "pace_period", "factor"),
+    [(15, 77, 2.0), (33, 130, 2.0), (33, 30, 2.0), (33, 77, 0.5), (57, 50, 0.5), (57, 130, 1.5)],
+)
+def test_the_estimate_lags_little_where_machine_and_text_change_often(
+    period: int, pace_period: int, factor: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are right and wrong for `period` tokens, by turns, and steps are dearer for others.
+
+    Up to 3.3 c0 are needed, of 60 such cases; where a change of the pace was learnt slowly, 6.9.
+    """
+    target = timed_target(clock, monkeypatch)
+
+    def pace(n: int) -> float:
+        return factor if n // pace_period % 2 else 1.0
+
+    plain, seconds = paced_answer(Engine(target, None, None), clock, pace)
+    right = guesses(plain.ids, PROMPT, lambda n: n // period % 2 == 0)
+    engine, _ = auto_engine(target, TimedDrafter(right, clock))
+    engine.generate(PROMPT, 100)
+    out, taken = paced_answer(engine, clock, pace)
+    assert out.ids == plain.ids
+    assert taken <= (1 + EPS) * seconds + 3.3 * SLACK * STEP
+
+
 @pytest.mark.parametrize("pace", PACES)
 @pytest.mark.parametrize("name", ["always wrong", "changes every 20 tokens", "a third at random"])
 def test_the_bound_holds_while_the_machine_changes(
@@ -369,11 +394,11 @@ def _once(clock: Clock, add: Callable[[float], None], jump: float) -> Callable[[
 
 
 def test_the_ledger_by_hand() -> None:
-    """Ten plain rounds of 1 s earn 0.3 s; with c0 = 10 s a round may cost 10.3 s more."""
+    """Ten plain rounds of 1 s earn 0.3 s; with 98 % of c0 = 10 s a round may cost 10.1 s more."""
     ledger = Ledger(EPS, step=1.0)
     for _ in range(10):
         ledger.add(1.0, 1.0)
-    assert ledger.missing(10.29) < 0 < ledger.missing(10.31)
+    assert ledger.missing(10.09) < 0 < ledger.missing(10.11)
     ledger.add(3.0, 1.0)
     assert (ledger.debt, ledger.bound) == pytest.approx((2.0, 1.03 * 11 + 10))
     for _ in range(30):

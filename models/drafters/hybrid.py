@@ -13,9 +13,10 @@ share of them that has come true; M the mean number of accepted tokens of rounds
 `cost` the time of a trained draft, in steps of the target. Where both draft a node, its row is a
 mixture of both rows, so that a tree holds the branches of both.
 
-The choice depends on the text so far and on earlier outcomes alone: never on a drawn token of the
-round, on a clock, or on other requests. `step` returns the rows that tokens are drawn from. So
-every verification rule is exact, and answers do not depend on their batch.
+The choice depends on the text so far and on earlier outcomes alone, with decode=auto also on the
+measured `cost`: never on a drawn token of the round, or on other requests. `step` returns the rows
+that tokens are drawn from. So every verification rule is exact, and answers do not depend on their
+batch.
 
 Differs (docs/drafters/hybrid.md): the time of the draft counts; the look-up's probabilities are
 corrected by what has come true; both may draft one tree.

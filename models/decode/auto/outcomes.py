@@ -83,8 +83,12 @@ class Round:
         """New tokens of the batch."""
         return sum(len(one.out.ids) for one in self.requests) - sum(self._lengths)
 
-    def teach(self) -> None:
-        """Add the round's labels to the estimates."""
+    def teach(self, ranks: bool = True) -> None:
+        """Add the round's labels to the estimates.
+
+        Args:
+            ranks: of a chain, also which siblings of rejected tokens would have been accepted.
+        """
         if self.tree is not None:
             self._teach_tree(self.tree)
             return
@@ -104,7 +108,8 @@ class Round:
                 estimate.add(level, estimate.given(level, self.unsubmitted[slot]))
             if accepted < drafted and not cut and not self.overlaps:
                 rejected.append((slot, accepted))
-        self._teach_ranks(rejected)
+        if ranks:
+            self._teach_ranks(rejected)
 
     def restart(self) -> None:
         """Begin the estimates afresh where a draft token was accepted."""
