@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import ConfigError
+from outrider.models.decode.auto.controller import LEAST_WAIT
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.policy import Auto
@@ -211,3 +212,19 @@ def test_ranks_are_learnt_from_few_rounds_with_chains(
     drafted = sum(choice.startswith("chain") for choice in out.choices)
     assert drafted > 50
     assert share * drafted / 3 <= len(taught) <= share * drafted
+
+
+def test_one_text_in_vain_delays_no_draft_after_texts_in_which_drafts_paid(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four answers; the third is drafted wrongly, and ends right after a draft in vain."""
+    target = timed_target(clock, monkeypatch)
+    plain, _ = plain_answer(target, clock, 60)
+    right = [True]
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda _: right[0]), clock)
+    engine, _ = auto_engine(target, drafter)
+    for right[0], tokens in ((True, 60), (True, 60), (False, 36), (True, 60)):
+        out = engine.generate(PROMPT, tokens)
+        assert out.ids == plain.ids[:tokens]
+    assert out.choices[: LEAST_WAIT + 1] != ["plain"] * (LEAST_WAIT + 1)
+    assert sum(out.accepted) > 30

@@ -2,7 +2,8 @@
 
 While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
 drafts, to see whether the text has changed; its cost is in the ledger. A new text first waits until
-plain rounds have earned what the dearest draft in vain has cost. While drafts pay, a round is plain
+plain rounds have earned what the dearest draft in vain has cost, if earlier drafts have not saved
+as much. While drafts pay, a round is plain
 after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured; two
 are when the pace of the machine has changed, which may be that of drafts alone; and so are the
 first rounds of every size of the batch, and of one that had none for long. A plain round after one
@@ -29,7 +30,7 @@ from outrider.models.decode.auto.plain_rounds import PlainRounds
 from outrider.models.decode.costs.factors import READ
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape
-from outrider.models.decode.ledger import Ledger
+from outrider.models.decode.ledger import CREDIT, Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
@@ -103,6 +104,7 @@ class Controller:
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
         self._probe_extra = 0.0  # seconds that a draft that is tried may cost, as it was planned
         self._unearned = 0.0  # plain rounds that must still earn what the dearest one in vain cost
+        self._saved = 0.0  # seconds that drafts have saved, which pay for those in vain
         self._pace, self._burst = 1.0, 0  # at the last plain round; plain rounds still to measure
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, 1.0, True
@@ -110,8 +112,9 @@ class Controller:
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
 
-        In a new text, plain rounds first earn what the dearest draft in vain has cost, that is the
-        one that has read the prompt: so prompts of short answers are not all read in vain.
+        In a new text, plain rounds first earn what the dearest draft in vain has cost beyond the
+        savings of earlier ones, that is the one that has read the prompt: so prompts of short
+        answers are not all read in vain.
 
         Args:
             alone: no other request is running, so that a new ledger begins.
@@ -307,9 +310,11 @@ class Controller:
             self._unearned = max(0.0, self._unearned - 1)
         if drafts:
             self._drafted, self._probed = True, self._off
+            saved = self._saved + worth - seconds - extra
+            self._saved = min(max(0.0, saved), CREDIT * last.plain)
             if self._off:
                 # a pause of the machine is not what drafts cost
-                loss = min(seconds + extra - worth, self._probe_extra)
+                loss = min(-saved, self._probe_extra)
                 rounds = loss / max(PROBES * self.eps * last.plain, 1e-12)
                 self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
             if self._off and worth > seconds:
