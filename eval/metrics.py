@@ -71,6 +71,9 @@ METRICS = (
     Metric("auto.plain", "s", "decode=auto: estimate for plain decoding of the same tokens"),
     Metric("auto.bound", "s", "decode=auto: (1 + eps) x auto.plain + 10 plain steps per answer"),
     Metric("auto.kept", "answers", "decode=auto: within their bound after every round"),
+    Metric("auto.baseline", "s", "decode=auto: of plain decoding, as the report has measured it"),
+    Metric("auto.worst_share", "share", "decode=auto: most time beyond auto.plain, c0 aside"),
+    Metric("auto.choices", "rounds", "decode=auto: rounds by what was drafted"),
     Metric("auto.paused", "s", "decode=auto: pauses of the machine within rounds, left out"),
     Metric("exact", "yes/no", "greedy or coupled: every answer equals plain decoding exactly"),
 )

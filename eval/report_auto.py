@@ -13,7 +13,7 @@ MOST_SHAPES = 8  # that are named
 ANSWER = {"choices": [str], "gains": [float], "ledger": LEDGER}  # of a line of the outputs
 SUMMARY = {  # in `<out>.json`
     "choices": {str: int}, "real, plain, bound": float, "answers, kept": int, "worst_share": float,
-    "paused?": float, "notes": [str],
+    "paused?": float, "baseline?": (float, None), "notes": [str],
 }  # fmt: skip
 
 
@@ -43,9 +43,16 @@ def summarise_auto(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> d
         "kept": sum(one["worst"] <= one["slack"] for one in ledgers),
         "worst_share": max(shares, default=0.0),
         "paused": sum(one.get("paused", 0.0) for one in ledgers),
+        "baseline": _baseline_seconds(rows),
         "notes": list(notes),
     }
     return {"auto": summary}
+
+
+def _baseline_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the seconds of plain decoding as the report has measured them; None: it has not."""
+    measured = [row.get("baseline_seconds") for row in rows if "auto" in row]
+    return sum(one["prefill"] + one["rounds"] for one in measured if one) if all(measured) else None
 
 
 def choice_shares(choices: Sequence[str]) -> str:
@@ -69,13 +76,15 @@ def shares_of(counts: Mapping[str, int]) -> str:
     return ", ".join(parts + [f"others {100 * others / total:.0f} %"] * (others > 0))
 
 
-def auto_line(summary: Mapping[str, Any]) -> str:
-    """Return one line for the console: the shapes, the ledger and its bound."""
-    kept, answers = summary["kept"], summary["answers"]
-    within = "all answers" if kept == answers else f"{kept} of {answers} answers"
+def auto_lines(summary: Mapping[str, Any]) -> str:
+    """Return lines for the console: the shapes, the ledger and its bound."""
+    measured = summary.get("baseline")
+    also = "" if measured is None else f", measured {measured:.2f} s"
     paused = summary.get("paused", 0.0)
-    without = f"; pauses of the machine, {paused:.2f} s, are left out" if paused else ""
+    without = f"\npauses of the machine, left out: {paused:.2f} s" if paused else ""
     return (
-        f"auto: {shares_of(summary['choices'])}; ledger {summary['real']:.2f} s, bound "
-        f"{summary['bound']:.2f} s (plain {summary['plain']:.2f} s), kept in {within}{without}"
+        f"rounds: {shares_of(summary['choices'])}\n"
+        f"time {summary['real']:.2f} s; plain decoding, estimated {summary['plain']:.2f} s{also}\n"
+        f"bound {summary['bound']:.2f} s, kept in {summary['kept']} of {summary['answers']} answers"
+        f"{without}"
     )

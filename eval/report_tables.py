@@ -19,7 +19,7 @@ from outrider.eval.report import (
     headline,
     save,
 )
-from outrider.eval.report_auto import auto_line
+from outrider.eval.report_auto import auto_lines
 from outrider.models.drafters import drafter_class
 from outrider.train import own_text
 from outrider.train.manifest import read_training
@@ -72,13 +72,15 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
         console.print(message, style="yellow")
     console.print(speed_table(report, in_full))
     console.print(_acceptance_table(total, len(total.accept_at) if in_full else SHOWN_DEPTHS))
+    if "auto" in setting:
+        console.print("Rounds that drafted fewer than k tokens, and plain ones, count as rejected.")
     if note := report.beyond_training():
         console.print(note, style="yellow")
     console.print(_time_table(total, in_full))
     if in_full and report.theory is not None:
         console.print(_theory_table(total, report.theory))
     if "auto" in setting:
-        console.print(auto_line(setting["auto"]), soft_wrap=True)
+        console.print(auto_lines(setting["auto"]), soft_wrap=True)
     if report.forecast is not None:
         predicted = f"{report.forecast:.2f} predicted by teacher forcing on this text"
         decoded = f"tau {format_number(total.tau)} at depth {setting['depth']}"
@@ -94,6 +96,10 @@ def next_step(report: Report, run: Path) -> str:
     if "published" in report.setting or report.summary.speedup is None:
         return ""
     is_faster = (report.summary.speedup_95 or (0.0,))[0] > 1
+    if "auto" in report.setting and not is_faster:
+        choices = report.setting["auto"]["choices"]
+        share = choices.get("plain", 0) / max(1, sum(choices.values()))
+        return f"Drafts hardly pay on this text: {100 * share:.0f} % of rounds are plain."
     if "untrained" in report.setting:
         use = "To use it: outrider chat with the same drafter and target."
         return use if is_faster else "To find a faster draft: the same command with decode.depth=2."

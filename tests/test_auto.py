@@ -19,7 +19,7 @@ from outrider.eval.decoder import Decoder
 from outrider.eval.page.answers import choice_figure
 from outrider.eval.page.speed import automatic_parts
 from outrider.eval.report import load
-from outrider.eval.report_auto import auto_line, choice_shares, shares_of
+from outrider.eval.report_auto import auto_lines, choice_shares, shares_of
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
@@ -160,7 +160,7 @@ def test_a_report_has_the_choices_and_the_ledger(
     summary = report["auto"]
     assert summary["answers"] == len(lines) == 2
     assert sum(summary["choices"].values()) == report["rounds"]
-    assert auto_line(summary) in " ".join(text.split())
+    assert " ".join(auto_lines(summary).split()) in " ".join(text.split())
     assert report["exact"]
     for line in lines:
         choices = line["auto"]["choices"]

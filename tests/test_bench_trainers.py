@@ -67,8 +67,7 @@ def test_trainings_take_turns_and_finished_ones_are_kept(
     monkeypatch.setattr(trainers, "_train_theirs", train)
     monkeypatch.setattr(trainers, "_write_data", lambda options: None)
     monkeypatch.setattr(trainers, "_decode", lambda *_: {"d1": (6.0, 2.0), "d2": (4.0, 2.0)})
-    python = tmp_path / "python"
-    python.touch()
+    python = _python(tmp_path, has_speculators=True)
     words = [f"python={python}", f"folder={tmp_path / 'runs'}", "rates=1e-2", "norms=false"]
     out = tmp_path / "out.json"
     assert trainers.trainers([*words, "seeds=0,1", f"out={out}"]) == 0
@@ -105,7 +104,17 @@ def test_layers_and_the_state_before_the_final_norm_are_written(tmp_path: Path) 
     torch.testing.assert_close(target.logits(last), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_missing_environment_is_named_before_anything_runs(tmp_path: Path) -> None:
+def _python(folder: Path, has_speculators: bool) -> Path:
+    """Write a program that ends as the question for the package does."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\nexit {int(not has_speculators)}\n")
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_missing_environment_is_named_before_anything_runs(exists: bool, tmp_path: Path) -> None:
+    python = _python(tmp_path, has_speculators=False) if exists else tmp_path / "python"
     with pytest.raises(ConfigError, match="make engines ENGINES=speculators"):
-        trainers.trainers([f"python={tmp_path / 'python'}", f"folder={tmp_path / 'runs'}"])
+        trainers.trainers([f"python={python}", f"folder={tmp_path / 'runs'}"])
     assert not (tmp_path / "runs").exists()

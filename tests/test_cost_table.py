@@ -290,7 +290,7 @@ def test_a_policy_measures_once_and_then_reads(
     first, second, third = notes
     assert first[0].endswith(f"kept in {tmp_path / 'costs.json'}")
     assert second == []
-    assert "was measured with another threads: costs of rounds measured in" in third[0]
+    assert "was measured with other threads; costs of rounds measured in" in third[0]
 
 
 def test_a_larger_batch_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

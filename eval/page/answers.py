@@ -36,7 +36,7 @@ def answer_parts(run: RunFiles, tokenizer: TextDecoder | str, count: int) -> Ite
         last, number = len(ranked) - 1, min(count, len(ranked))
         chosen = [ranked[round(k * last / max(1, number - 1))] for k in range(number)]
         answers: list[Part] = [_answer(row, tokenizer) for row in chosen]
-        answers += [choice_figure(row) for row in chosen[:1] if "auto" in row]
+        answers += [choice_figure(row) for row in chosen[-1:] if "auto" in row]
         yield from answers if i == 0 else [Collapsible(out, answers)]
 
 

@@ -53,8 +53,8 @@ def automatic_parts(reports: Mapping[str, Report]) -> Iterator[Table]:
     summaries = {out: r.setting["auto"] for out, r in reports.items() if "auto" in r.setting}
     if not summaries:
         return
-    head = ["report", "drafts", "ledger, s", "plain, s", "bound, s", "answers within bound",
-            "pauses, s"]  # fmt: skip
+    head = ["report", "rounds", "time, s", "plain decoding, estimated, s", "bound, s",
+            "answers within bound", "pauses, s"]  # fmt: skip
     rows = [
         [out, shares_of(one["choices"]),
          *(format_number(one[name]) for name in ("real", "plain", "bound")),

@@ -12,8 +12,8 @@ has the cost table of the run, and has seen the setting once, in a pass that war
     of best    tokens per second of auto over those of the best fixed shape or plain decoding
     of chosen  the same over the shape (or plain decoding) with the largest speedup in the other
                repetitions: a choice that a user can make before decoding
-    ledger     largest share of the time of plain decoding that speculation cost, c0 aside: eps is
-               the bound
+    extra      largest share of the time of plain decoding that speculation cost in an answer or
+               batch, c0 aside: eps is the bound
     same       greedy answers that equal plain decoding of one prompt at a time, of all shapes
                together
 
@@ -58,6 +58,11 @@ from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 
 PLAIN, AUTO = "plain", "auto"
+LEGEND = (
+    "x: speed over plain decoding. of best, of chosen: auto over the best fixed shape, and over "
+    "the best of the other repetitions. extra: most time that auto spent beyond plain decoding, "
+    "10 steps aside. same: greedy answers, of all shapes, that are those of plain decoding."
+)
 FIXED: dict[str, Chain | DynamicTree] = {
     "chain of 1": Chain(1), "chain of 2": Chain(2), "chain of 3": Chain(3), "chain of 5": Chain(5),
     "tree of 8": DynamicTree(4, 4, 8), "tree of 24": DynamicTree(5, 6, 24),
@@ -148,6 +153,7 @@ def batch(words: list[str]) -> int:
         run.save(rows)
     rows.sort(key=lambda row: (row.get("auto of best", 1.0), row["batch"]))  # the worst first
     run.show(table_of(rows), rows)
+    console.print(LEGEND, style="dim")
     return 0
 
 
@@ -287,7 +293,7 @@ def _equal_answers(
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     head = (
-        "text", "T", "batch", "plain/s", "best", "x", "auto x", "of best", "of chosen", "ledger",
+        "text", "T", "batch", "plain/s", "best", "x", "auto x", "of best", "of chosen", "extra",
         "same",
     )  # fmt: skip
     table = narrow_table(head, ("text", "best"))

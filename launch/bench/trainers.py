@@ -20,6 +20,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import time
 from itertools import product
 from pathlib import Path
@@ -56,6 +57,7 @@ from outrider.train.settings import parse
 OURS, THEIRS = "outrider", "speculators"
 SCRIPT = Path(engines.__file__).parent / "train_speculators.py"
 COST = "cost.json"  # of a finished training
+BUILD = "Build it in the repository, and run there: make engines ENGINES=speculators"
 AGAIN = "Delete this folder and run the benchmark again."
 
 
@@ -92,9 +94,8 @@ class Contender(NamedTuple):
 def trainers(words: list[str]) -> int:
     options, console = parse_words(Options, words), Console()
     python = Path(options.python).expanduser().absolute()
-    if not python.is_file():
-        why, fix = f"{python} does not exist.", "Build it: make engines ENGINES=speculators"
-        raise ConfigError("python", options.python, why, fix)
+    if options.rates:
+        _check_environment(options.python, python)
     with console.status("writing the text and the target's states"):
         _write_data(options)
     every = contenders(options)
@@ -110,6 +111,15 @@ def trainers(words: list[str]) -> int:
         "setting": dataclasses.asdict(options), "rows": rows,
     })  # fmt: skip
     return 0
+
+
+def _check_environment(given: str, python: Path) -> None:
+    """Raise a ConfigError if there is no such Python, or if it has no speculators."""
+    if not python.is_file():
+        raise ConfigError("python", given, f"{python} does not exist.", BUILD)
+    code = "import importlib.util as u; raise SystemExit(u.find_spec('speculators') is None)"
+    if subprocess.run([python, "-c", code], check=False).returncode:
+        raise ConfigError("python", given, "It has no package speculators.", BUILD)
 
 
 def contenders(options: Options) -> list[Contender]:

@@ -63,8 +63,8 @@ def read_or_measure(
     place = ""
     with suppress(RunError):  # a folder that cannot be written: measured again next time
         write_costs(file, times, setting)
-        place = ", kept there" if why else f", kept in {file}"
-    return times, f"{why}: {seconds}{place}" if why else f"{seconds}{place}"
+        place = ", which replace it" if why else f", kept in {file}"
+    return times, f"{why}; {seconds}{place}" if why else f"{seconds}{place}"
 
 
 def _measure(
