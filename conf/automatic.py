@@ -13,8 +13,8 @@ TINY_LENGTH, LENGTH = 256, 1024  # data.max_length of data=tiny, and of other te
 LEARNING_RATE = 3.5e-3  # train.lr for the embedded target
 DEPTHS = {"chain": 3, "opt_tree": 8, "best_first_tree": 8, "auto": 8}  # decode.depth
 TREE_DEPTH = 4  # of the other policies
-MUON_DRAFTERS = ("eagle3",)  # docs/benchmarks.md has what it gained
-MUON_RATE = 3.0  # its train.optimizer.rate
+MUON_DRAFTERS = ("eagle", "eagle3", "hass", "mtp")  # docs/benchmarks.md has what it gained
+MUON_RATE = 3.0  # their train.optimizer.rate
 
 
 def automatic_depth(policy: str) -> int:

@@ -140,6 +140,9 @@ def test_dataclass_defaults_equal_yaml_defaults() -> None:
     [
         ([], "muon", 3.0),
         (["train.optimizer=auto"], "muon", 3.0),
+        (["drafter=eagle"], "muon", 3.0),
+        (["drafter=hass"], "muon", 3.0),
+        (["drafter=mtp"], "muon", 3.0),
         (["drafter=medusa"], "adamw", 1.0),
         (["launch=zero2"], "adamw", 1.0),  # it divides matrices over the ranks
         (["train.optimizer=muon"], "muon", 1.0),

@@ -88,7 +88,7 @@ def read_costs(file: Path, setting: CostSetting) -> tuple[MeasuredTimes | None, 
         content = read_object(file, "It is measured again.", COSTS)
         differences = _differences(content["setting"], setting)
         if differences:
-            return None, f"{file} was measured with other {differences}"
+            return None, f"{file} differs in {differences}"
         return MeasuredTimes.from_fields(setting.name, content), ""
     except (CorruptFile, ValueError) as error:
         why = str(error).splitlines()[0].rstrip(".")
