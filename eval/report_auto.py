@@ -9,7 +9,7 @@ from outrider.models.decode.request import Output
 LEDGER = {
     "real, plain, bound, slack, worst, eps, debt, step": float, "refused": int, "paused?": float,
 }  # fmt: skip
-MOST_SHAPES = 8  # that are named
+MOST_SHAPES = 4  # that are named: a line has 80 columns
 ANSWER = {"choices": [str], "gains": [float], "ledger": LEDGER}  # of a line of the outputs
 SUMMARY = {  # in `<out>.json`
     "choices": {str: int}, "real, plain, bound": float, "answers, kept": int, "worst_share": float,
@@ -61,17 +61,10 @@ def choice_shares(choices: Sequence[str]) -> str:
 
 
 def shares_of(counts: Mapping[str, int]) -> str:
-    """Return the shares of counted shapes; those that are not named are no more than one of them.
-
-    At most MOST_SHAPES are named.
-    """
+    """Return the shares of the most frequent shapes, at most MOST_SHAPES of them."""
     total = sum(counts.values()) or 1
     ranked = sorted(counts.items(), key=lambda pair: -pair[1])
-    named = 3
-    most = min(MOST_SHAPES, len(ranked))
-    while named < most and sum(n for _, n in ranked[named:]) > ranked[named - 1][1]:
-        named += 1
-    shown, others = ranked[:named], sum(n for _, n in ranked[named:])
+    shown, others = ranked[:MOST_SHAPES], sum(n for _, n in ranked[MOST_SHAPES:])
     parts = [f"{name} {100 * count / total:.0f} %" for name, count in shown]
     return ", ".join(parts + [f"others {100 * others / total:.0f} %"] * (others > 0))
 

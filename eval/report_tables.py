@@ -72,7 +72,7 @@ def show(report: Report, console: Console, advice: str = "", in_full: bool = Fal
         console.print(message, style="yellow")
     console.print(speed_table(report, in_full))
     console.print(_acceptance_table(total, len(total.accept_at) if in_full else SHOWN_DEPTHS))
-    if "auto" in setting:
+    if in_full and "auto" in setting:
         console.print("Rounds that drafted fewer than k tokens, and plain ones, count as rejected.")
     if note := report.beyond_training():
         console.print(note, style="yellow")
@@ -96,10 +96,10 @@ def next_step(report: Report, run: Path) -> str:
     if "published" in report.setting or report.summary.speedup is None:
         return ""
     is_faster = (report.summary.speedup_95 or (0.0,))[0] > 1
-    if "auto" in report.setting and not is_faster:
+    if "untrained" in report.setting and "auto" in report.setting and not is_faster:
         choices = report.setting["auto"]["choices"]
         share = choices.get("plain", 0) / max(1, sum(choices.values()))
-        return f"Drafts hardly pay on this text: {100 * share:.0f} % of rounds are plain."
+        return f"Use another drafter= on this text: {100 * share:.0f} % of rounds are plain."
     if "untrained" in report.setting:
         use = "To use it: outrider chat with the same drafter and target."
         return use if is_faster else "To find a faster draft: the same command with decode.depth=2."

@@ -2,8 +2,8 @@
 
     train.lr         3.5e-3 (192 / hidden size)^1.5 (train.batch_tokens / 2048)^0.5, and not more
                      than 3.5e-3
-    train.optimizer  Muon with train.optimizer.rate=3 for eagle3, else AdamW; AdamW with ZeRO, and
-                     with a torch without Muon
+    train.optimizer  Muon with train.optimizer.rate=3 for eagle, eagle3, hass and mtp, else
+                     AdamW; AdamW with ZeRO, and with a torch without Muon
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
     decode.depth     3 for a chain, 8 for opt_tree, best_first_tree and auto, else 4, and not
                      more than the drafter can; drafter.depths for a drafter without weights

@@ -153,7 +153,8 @@ def batch(words: list[str]) -> int:
         run.save(rows)
     rows.sort(key=lambda row: (row.get("auto of best", 1.0), row["batch"]))  # the worst first
     run.show(table_of(rows), rows)
-    console.print(LEGEND, style="dim")
+    if any("auto x" in row for row in rows):
+        Console().print(LEGEND, style="dim")
     return 0
 
 

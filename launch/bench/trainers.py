@@ -118,7 +118,7 @@ def _check_environment(given: str, python: Path) -> None:
     if not python.is_file():
         raise ConfigError("python", given, f"{python} does not exist.", BUILD)
     code = "import importlib.util as u; raise SystemExit(u.find_spec('speculators') is None)"
-    if subprocess.run([python, "-c", code], check=False).returncode:
+    if subprocess.run([python, "-I", "-c", code], check=False).returncode:
         raise ConfigError("python", given, "It has no package speculators.", BUILD)
 
 

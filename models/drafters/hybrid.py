@@ -15,8 +15,8 @@ mixture of both rows, so that a tree holds the branches of both.
 
 The choice depends on the text so far and on earlier outcomes alone, with decode=auto also on the
 measured `cost`: never on a drawn token of the round, or on other requests. `step` returns the rows
-that tokens are drawn from. So every verification rule is exact, and answers do not depend on their
-batch.
+that tokens are drawn from. So every verification rule is exact, and without decode=auto answers do
+not depend on their batch.
 
 Differs (docs/drafters/hybrid.md): the time of the draft counts; the look-up's probabilities are
 corrected by what has come true; both may draft one tree.

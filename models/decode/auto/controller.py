@@ -41,7 +41,7 @@ FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled
 CHANGED, BURST = 0.1, 2  # relative change of the pace, measured by so many plain rounds
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
 TREE_NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
-RANK_ROUNDS = 8  # one of so many rounds with chains says which siblings would be accepted
+RANK_ROUNDS = 8  # of TREE_ROUNDS, the first of so many says which siblings would be accepted
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 128  # tokens over which reading missed rows is spread, at most
 ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
@@ -310,12 +310,13 @@ class Controller:
             self._unearned = max(0.0, self._unearned - 1)
         if drafts:
             self._drafted, self._probed = True, self._off
-            saved = self._saved + worth - seconds - extra
+            cost = seconds + extra - worth
+            if self._off:  # a pause of the machine is not what drafts cost
+                cost = min(cost, self._probe_extra)
+            saved = self._saved - cost
             self._saved = min(max(0.0, saved), CREDIT * last.plain)
             if self._off:
-                # a pause of the machine is not what drafts cost
-                loss = min(-saved, self._probe_extra)
-                rounds = loss / max(PROBES * self.eps * last.plain, 1e-12)
+                rounds = -saved / max(PROBES * self.eps * last.plain, 1e-12)
                 self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
             if self._off and worth > seconds:
                 last.restart()

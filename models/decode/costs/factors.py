@@ -20,7 +20,6 @@ READ = "read"  # rows that the drafter has missed
 LEVELS = "levels"  # of a chain below the first
 FIRST = 5  # rounds whose median begins a factor
 PACE, PACE_LIMIT = 0.1, 1.5  # weight of a round in the pace, and the most that it may say
-STEP, AGREE = 1.25, 3  # a change of the pace that so many rounds agree on is taken at once
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 PAUSE = 16  # rounds of other kinds, after which a factor may lag behind the machine:
 AFTER_PAUSE = 0.5  # then the median of the last three ratios has this weight, three times
@@ -80,7 +79,6 @@ class Factors:
         self._guessed = dict[tuple[str, int], Factor]()  # of kinds that a class has no round of
         self._last = dict[str, int]()  # kind -> size class that had a round of it last
         self._rounds = 0
-        self._latest: tuple[float, ...] = ()  # ratios to the pace, of the last rounds
 
     def value(self, kind: str, batch: int) -> float:
         """Return the expected seconds of a kind over the table's, the pace included."""
@@ -120,13 +118,6 @@ class Factors:
         expected = sum(factors[name].value * part for name, part in parts.items())
         ratio = seconds / (self.pace * expected)
         if kind != READ and all(one.rounds >= FIRST for one in factors.values()):
-            self._latest = (*self._latest, ratio)[-AGREE:]
-            if len(self._latest) == AGREE and (
-                min(self._latest) > STEP or max(self._latest) < 1 / STEP
-            ):
-                change, self._latest = median(self._latest), ()
-                self.pace = min(max(self.pace * change, SMALLEST), LARGEST)
-                ratio /= change
             # pace and factors are given the same ratio: else long rounds would drive them apart
             ratio = min(max(ratio, 1 / PACE_LIMIT), PACE_LIMIT)
             pace = self.pace * (1 + PACE * (ratio - 1))
