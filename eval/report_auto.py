@@ -63,7 +63,7 @@ def choice_shares(choices: Sequence[str]) -> str:
 def shares_of(counts: Mapping[str, int]) -> str:
     """Return the shares of the most frequent shapes, at most MOST_SHAPES of them."""
     total = sum(counts.values()) or 1
-    ranked = sorted(counts.items(), key=lambda pair: -pair[1])
+    ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown, others = ranked[:MOST_SHAPES], sum(n for _, n in ranked[MOST_SHAPES:])
     parts = [f"{name} {100 * count / total:.0f} %" for name, count in shown]
     return ", ".join(parts + [f"others {100 * others / total:.0f} %"] * (others > 0))

@@ -246,6 +246,7 @@ def test_shares_by_hand() -> None:
         "plain 50 %, chain 2 25 %, tree 8 25 %"
     )
     assert choice_shares([]) == ""
+    assert shares_of({"tree 8": 1, "chain 2": 1}) == shares_of({"chain 2": 1, "tree 8": 1})
 
 
 def test_few_shapes_are_named() -> None:

@@ -78,16 +78,15 @@ def paced_answer(
     return event.out, clock.now - start
 
 
-@pytest.mark.parametrize(
-    ("period", "pace_period", "factor"),
-    [(15, 77, 2.0), (33, 130, 2.0), (33, 30, 2.0), (33, 77, 0.5), (57, 50, 0.5), (57, 130, 1.5)],
-)
+@pytest.mark.parametrize("period", [15, 20, 33, 57, 200])
+@pytest.mark.parametrize("pace_period", [30, 50, 77, 130])
+@pytest.mark.parametrize("factor", [0.5, 1.5, 2.0])
 def test_the_estimate_lags_where_machine_and_text_change_often(
     period: int, pace_period: int, factor: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts are right and wrong for `period` tokens, by turns, and steps are dearer for others.
 
-    The largest excess of 60 such cases is 6.9 c0, which is 8 % of the time.
+    Up to 6.9 c0 are needed.
     """
     target = timed_target(clock, monkeypatch)
 
@@ -100,7 +99,7 @@ def test_the_estimate_lags_where_machine_and_text_change_often(
     engine.generate(PROMPT, 100)
     out, taken = paced_answer(engine, clock, pace)
     assert out.ids == plain.ids
-    assert taken <= (1 + EPS) * seconds + 7.0 * SLACK * STEP
+    assert taken <= (1 + EPS) * seconds + 6.95 * SLACK * STEP
 
 
 @pytest.mark.parametrize("pace", PACES)
@@ -110,7 +109,7 @@ def test_the_bound_holds_while_the_machine_changes(
 ) -> None:
     """T_plain is what plain decoding takes for the same tokens at the same time.
 
-    It is estimated from rounds before, so that up to 1.2 c0 more are needed while the pace jumps.
+    It is estimated from rounds before, so that half a c0 more is needed while the pace jumps.
     """
     target = timed_target(clock, monkeypatch)
     plain_engine = Engine(target, None, None)
@@ -120,7 +119,7 @@ def test_the_bound_holds_while_the_machine_changes(
     engine.generate(PROMPT, 100)
     out, taken = paced_answer(engine, clock, PACES[pace])
     assert out.ids == plain.ids
-    assert taken <= (1 + EPS) * seconds + 2.2 * SLACK * STEP
+    assert taken <= (1 + EPS) * seconds + 1.5 * SLACK * STEP
 
 
 @pytest.mark.parametrize("right", [0.7, 0.8])
@@ -272,6 +271,25 @@ def test_a_plain_round_after_a_draft_says_nothing_of_plain_decoding(
     assert out.ledger.plain == pytest.approx(seconds, rel=0.03)
 
 
+@pytest.mark.parametrize("times", [1.5, 2, 3, 4, 6, 10])
+@pytest.mark.parametrize("right", [0.5, 0.6, 0.7, 0.85])
+def test_the_estimate_lags_where_drafts_become_dearer(
+    times: float, right: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 100 tokens a level takes so many times as long: up to 3.9 c0 are needed."""
+    target = timed_target(clock, monkeypatch)
+    plain, seconds = plain_answer(target, clock)
+    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < right), clock)
+    engine, _ = auto_engine(target, drafter)
+    engine.generate(PROMPT, 100)
+    start = clock.now
+    for event in engine.run([Request(PROMPT, COUNT)], 1):
+        if len(event.out.ids) >= 100:
+            monkeypatch.setattr(simulated_clock, "LEVEL", times * LEVEL)
+    assert event.out.ids == plain.ids
+    assert clock.now - start <= (1 + EPS) * seconds + 3.95 * SLACK * STEP
+
+
 def test_dearer_drafts_are_not_taken_for_a_slower_machine(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,11 +412,11 @@ def _once(clock: Clock, add: Callable[[float], None], jump: float) -> Callable[[
 
 
 def test_the_ledger_by_hand() -> None:
-    """Ten plain rounds of 1 s earn 0.3 s; with 98 % of c0 = 10 s a round may cost 10.1 s more."""
+    """Ten plain rounds of 1 s earn 0.3 s; with c0 = 10 s a round may cost 10.3 s more."""
     ledger = Ledger(EPS, step=1.0)
     for _ in range(10):
         ledger.add(1.0, 1.0)
-    assert ledger.missing(10.09) < 0 < ledger.missing(10.11)
+    assert ledger.missing(10.29) < 0 < ledger.missing(10.31)
     ledger.add(3.0, 1.0)
     assert (ledger.debt, ledger.bound) == pytest.approx((2.0, 1.03 * 11 + 10))
     for _ in range(30):

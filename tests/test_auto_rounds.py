@@ -10,7 +10,6 @@ from torch import Tensor
 from outrider.conf.errors import ConfigError
 from outrider.models.decode.auto.controller import LEAST_WAIT
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter
-from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.engine import Engine
@@ -195,23 +194,6 @@ def test_no_warning_in_ordinary_rounds(clock: Clock, monkeypatch: pytest.MonkeyP
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.generate(PROMPT, 40).ids == plain.ids
-
-
-@pytest.mark.parametrize(("budget", "share"), [(1, 0.0), (32, 0.2)])
-def test_ranks_are_learnt_from_few_rounds_with_chains(
-    budget: int, share: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Siblings are of no use without trees, and change slowly."""
-    target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < 0.8), clock)
-    engine, _ = auto_engine(target, drafter, budget=budget)
-    taught = list[object]()
-    monkeypatch.setattr(Round, "_teach_ranks", lambda _, rejected: taught.append(rejected))
-    out = engine.generate(PROMPT, COUNT)
-    drafted = sum(choice.startswith("chain") for choice in out.choices)
-    assert drafted > 50
-    assert share * drafted / 3 <= len(taught) <= share * drafted
 
 
 def test_one_text_in_vain_delays_no_draft_after_texts_in_which_drafts_paid(

@@ -3,7 +3,7 @@
 With T_real the seconds spent, pauses of the machine left out, and T_plain those of plain decoding
 for the same tokens, a round that drafts is allowed only if, even with nothing accepted,
 
-    L + (T_round - C_plain) <= eps * T_plain + PLANNED * c0          where L = T_real - T_plain
+    L + (T_round - C_plain) <= eps * T_plain + c0          where L = T_real - T_plain
 
 A plain round leaves L and raises T_plain; a round that drafts raises L by at most the bracket and
 never lowers T_plain. So at every time
@@ -24,7 +24,6 @@ it takes more than eps of a step, L grows without a draft.
 from dataclasses import asdict, dataclass
 
 SLACK = 10.0  # c0, in plain steps: the first drafts, before anything is known of a text
-PLANNED = 0.98  # share of c0 that plans may use; the rest covers the error of the planned T_round
 CREDIT = 50.0  # savings that are kept, in plain steps
 
 
@@ -72,7 +71,7 @@ class Ledger:
         Args:
             extra: seconds that the round may cost more than its tokens are worth.
         """
-        return self.debt + extra - self.eps * self.plain - PLANNED * self.slack
+        return self.debt + extra - self.eps * self.plain - self.slack
 
     def add(self, real: float, plain: float) -> None:
         """Add the seconds of a round, and those of plain decoding for its tokens."""

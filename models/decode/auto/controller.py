@@ -41,7 +41,6 @@ FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled
 CHANGED, BURST = 0.1, 2  # relative change of the pace, measured by so many plain rounds
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
 TREE_NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
-RANK_ROUNDS = 8  # of TREE_ROUNDS, the first of so many says which siblings would be accepted
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 128  # tokens over which reading missed rows is spread, at most
 ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
@@ -127,7 +126,7 @@ class Controller:
             most = max(LEAST_WAIT, earned)
             self._failures = min(self._failures, most.bit_length() - 1)
             self._wait = max(min(self._wait, LEAST_WAIT), earned)
-            self._tree_age = TREE_ROUNDS
+        self._tree_age = TREE_ROUNDS
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
@@ -320,7 +319,7 @@ class Controller:
                 self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
             if self._off and worth > seconds:
                 last.restart()
-            last.teach(ranks=bool(self._trees) and self._tree_age % RANK_ROUNDS == 0)
+            last.teach()
             if last.tree is not None:
                 expected = max(last.choice.tokens - len(last.requests), 1e-9)
                 ratio = (last.tokens - len(last.requests)) / expected

@@ -83,12 +83,8 @@ class Round:
         """New tokens of the batch."""
         return sum(len(one.out.ids) for one in self.requests) - sum(self._lengths)
 
-    def teach(self, ranks: bool = True) -> None:
-        """Add the round's labels to the estimates.
-
-        Args:
-            ranks: of a chain, also which siblings of rejected tokens would have been accepted.
-        """
+    def teach(self) -> None:
+        """Add the round's labels to the estimates."""
         if self.tree is not None:
             self._teach_tree(self.tree)
             return
@@ -108,8 +104,7 @@ class Round:
                 estimate.add(level, estimate.given(level, self.unsubmitted[slot]))
             if accepted < drafted and not cut and not self.overlaps:
                 rejected.append((slot, accepted))
-        if ranks:
-            self._teach_ranks(rejected)
+        self._teach_ranks(rejected)
 
     def restart(self) -> None:
         """Begin the estimates afresh where a draft token was accepted."""
