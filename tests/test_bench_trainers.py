@@ -78,6 +78,11 @@ def test_trainings_take_turns_and_finished_ones_are_kept(
     )
     assert trainers.trainers([*words, "seeds=0,1"]) == 0
     assert len(order) == 4
+    interrupted = tmp_path / "runs" / "outrider-seed-1"
+    (interrupted / trainers.COST).rename(interrupted / "checkpoint")
+    assert trainers.trainers([*words, "seeds=0,1"]) == 0
+    assert order[4:] == ["outrider 1"]
+    assert [path.name for path in interrupted.iterdir()] == [trainers.COST], "begun anew"
 
 
 def test_layers_and_the_state_before_the_final_norm_are_written(tmp_path: Path) -> None:

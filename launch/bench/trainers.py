@@ -4,7 +4,8 @@ Both train one layer with the whole vocabulary on the same conversations and the
 target, for the same number of steps, depths and tokens, each by its own recipe; speculators at
 several learning rates, its default first, and with and without its `norm_before_fc`. Outrider's
 engine decodes the same prompts with every drafter. speculators runs in the environment that
-`make engines ENGINES=speculators` builds. Finished trainings and evaluations in `folder` are kept.
+`make engines ENGINES=speculators` builds. Finished trainings and evaluations in `folder` are kept,
+interrupted trainings begin again.
 
 Unequal:
     first weights   random in speculators, a linear fit and the target's head in Outrider
@@ -20,6 +21,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from itertools import product
@@ -171,6 +173,7 @@ def _train(contender: Contender, options: Options, seed: int, python: str) -> No
     run = _folder(contender, options, seed)
     if (run / COST).is_file():
         return
+    shutil.rmtree(run, ignore_errors=True)  # the seconds of an interrupted training are not known
     train = _train_ours if contender.trainer == OURS else _train_theirs
     start = time.monotonic()
     with PeakMemory(children_bytes, 0.05) as peak:
