@@ -11,10 +11,11 @@ never lowers T_plain. So at every time
     T_real <= (1 + eps) * T_plain + c0
 
 for every text and any acceptance, up to the errors of C_plain and of the planned T_round. L is kept
-above -CREDIT plain steps, so that earlier savings are not spent later; this only tightens the
-bound. In a batch the bound is that of the throughput of the batch, at its own composition: tokens
-are worth what plain decoding of the requests that are left would take. Requests whose drafts are
-accepted end earlier, and the others go on in a smaller batch than plain decoding has at that time.
+above -c0, so that earlier savings are not spent later, nor those that a C_plain measured before the
+machine became faster has shown; this only tightens the bound. In a batch the bound is that of the
+throughput of the batch, at its own composition: tokens are worth what plain decoding of the
+requests that are left would take. Requests whose drafts are accepted end earlier, and the others go
+on in a smaller batch than plain decoding has at that time.
 
 Seconds that a plain decoder does not spend, such as reading missed rows or deciding what to draft,
 are part of T_real. Reading the prompt is part of both. Deciding takes time in plain rounds too: if
@@ -24,7 +25,6 @@ it takes more than eps of a step, L grows without a draft.
 from dataclasses import asdict, dataclass
 
 SLACK = 10.0  # c0, in plain steps: the first drafts, before anything is known of a text
-CREDIT = 50.0  # savings that are kept, in plain steps
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Ledger:
         """Add the seconds of a round, and those of plain decoding for its tokens."""
         self.real += real
         self.plain += plain
-        self.debt = max(self.debt + real - plain, -CREDIT * self.step)
+        self.debt = max(self.debt + real - plain, -self.slack)
         self.worst = max(self.worst, self.debt - self.eps * self.plain)
 
     def fields(self) -> dict[str, float]:

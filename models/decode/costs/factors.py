@@ -14,16 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
+from outrider.models.decode.costs.pace import LARGEST, SMALLEST, Pace
 from outrider.models.decode.costs.round_costs import PLAIN
 
 READ = "read"  # rows that the drafter has missed
 LEVELS = "levels"  # of a chain below the first
 FIRST = 5  # rounds whose median begins a factor
-PACE, PACE_LIMIT = 0.1, 1.5  # weight of a round in the pace, and the most that it may say
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
 PAUSE = 16  # rounds of other kinds, after which a factor may lag behind the machine:
 AFTER_PAUSE = 0.5  # then the median of the last three ratios has this weight, three times
-SMALLEST, LARGEST = 0.1, 10.0  # of a factor
 
 
 @dataclass
@@ -67,14 +66,10 @@ class Factor:
 
 
 class Factors:
-    """The factors of all kinds and sizes.
-
-    Attributes:
-        pace: by how much the machine is slower now than the factors say.
-    """
+    """The factors of all kinds and sizes, and the pace of the machine."""
 
     def __init__(self) -> None:
-        self.pace = 1.0
+        self.pace = Pace()
         self._factors = dict[tuple[str, int], Factor]()
         self._guessed = dict[tuple[str, int], Factor]()  # of kinds that a class has no round of
         self._last = dict[str, int]()  # kind -> size class that had a round of it last
@@ -82,7 +77,7 @@ class Factors:
 
     def value(self, kind: str, batch: int) -> float:
         """Return the expected seconds of a kind over the table's, the pace included."""
-        return self.pace * self.of(kind, batch).value
+        return self.pace.value * self.of(kind, batch).value
 
     def of(self, kind: str, batch: int) -> Factor:
         """Return the factor of a kind for batches of this size."""
@@ -116,12 +111,10 @@ class Factors:
         self._rounds += 1
         self._guessed.clear()
         expected = sum(factors[name].value * part for name, part in parts.items())
-        ratio = seconds / (self.pace * expected)
+        ratio = seconds / (self.pace.value * expected)
         if kind != READ and all(one.rounds >= FIRST for one in factors.values()):
             # pace and factors are given the same ratio: else long rounds would drive them apart
-            ratio = min(max(ratio, 1 / PACE_LIMIT), PACE_LIMIT)
-            pace = self.pace * (1 + PACE * (ratio - 1))
-            self.pace = min(max(pace, SMALLEST), LARGEST)
+            ratio = self.pace.add(ratio, kind == PLAIN.kind)
         error = (ratio - 1) * expected
         for name, part in parts.items():
             factors[name].add(factors[name].value + error * part / size, self._rounds)
