@@ -30,8 +30,7 @@ test: .venv/.stamp ## the tests, at most 10 minutes on two cores (ARGS="tests/te
 # pass wrong types on purpose.
 test-all: .venv/.stamp ## every test: all cases, shape checks, slow tests, 2,000 examples per fuzz test
 	$(PYTEST) -m "not slow and not fuzz" --jaxtyping-packages=outrider,tests.first_checks
-	$(PYTEST) -m slow
-	$(PYTEST) -m fuzz --hypothesis-profile=thorough
+	$(PYTEST) -m "slow or fuzz" --hypothesis-profile=thorough
 
 docs: .venv/.stamp ## the documentation site in docs/_build; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build

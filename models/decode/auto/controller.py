@@ -3,12 +3,14 @@
 While no draft pays, rounds are plain. After 1, 2, 4, .. at most LONGEST_WAIT plain rounds one round
 drafts, to see whether the text has changed; its cost is in the ledger. A new text first waits until
 plain rounds have earned what the dearest draft in vain has cost, if earlier drafts have not saved
-as much. While drafts pay, a round is plain
-after 8, 16, 32 and every REFRESH others, so that the seconds of plain decoding stay measured; two
-are when the pace of the machine has changed, or when two rounds in turn tell so, since it may be
-that of drafts alone; and so are the first rounds of every size of the batch, and of one that had
-none for long. A plain round after one that has drafted finds the caches of the processor cold and
-is not measured: it comes before these.
+as much.
+
+While drafts pay, a round is plain after 8, 16, 32 and every REFRESH others, so that the seconds of
+plain decoding stay measured. So are the first rounds of every size of the batch, and of one that
+had none for long. Two are plain when the pace has changed, and when two rounds in turn differ much
+from the expected seconds: they show whether the machine has changed or drafts alone have. A plain
+round after one that has drafted finds the caches of the processor cold and is not measured: it
+comes before these.
 """
 
 import math
@@ -31,16 +33,18 @@ from outrider.models.decode.auto.plain_rounds import PlainRounds
 from outrider.models.decode.costs.factors import READ
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape
-from outrider.models.decode.ledger import SLACK, Ledger
+from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
 LEAST_WAIT = 16  # at the start of a text, unless the dearest draft in vain is not earned yet,
 MOST_WAIT = 4096  # which takes at most this
 PROBES = 0.5  # share of eps that drafts in vain may cost; decisions in plain rounds have the rest
+SAVED = 50.0  # plain steps that earlier drafts have saved, which pay for drafts in vain, at most
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
 CHANGED, BURST = 0.1, 2  # relative change of the pace, measured by so many plain rounds
-TELL, SOON = 2, 3  # rounds that differ, which bring them forward; drafts before that, doubled
+DIFFERING = 2  # rounds in turn that differ from what is expected and bring plain rounds forward,
+FIRST_CHECK = 3  # after so many drafts: doubled up to REFRESH while plain rounds do not differ
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
 TREE_NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
 TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
@@ -106,7 +110,7 @@ class Controller:
         self._probe_extra = 0.0  # seconds that a draft that is tried may cost, as it was planned
         self._unearned = 0.0  # plain rounds that must still earn what the dearest one in vain cost
         self._saved = 0.0  # seconds that drafts have saved, which pay for those in vain
-        self._soon, self._jumps = SOON, 0
+        self._check_after, self._jumps = FIRST_CHECK, 0  # of the pace
         self._pace, self._burst = 1.0, 0  # at the last plain round; plain rounds still to measure
         self._trees: list[tuple[DraftShape, float]] = []
         self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, 1.0, True
@@ -166,8 +170,8 @@ class Controller:
             self._burst -= 1
             return True
         pace = self.costs.factors.pace
-        if pace.differing >= TELL and self._since_plain >= self._soon:
-            self._soon, self._burst = min(2 * self._soon, REFRESH), BURST
+        if pace.differing >= DIFFERING and self._since_plain >= self._check_after:
+            self._check_after, self._burst = min(2 * self._check_after, REFRESH), BURST
             return True
         if self._since_plain >= FIRST_REFRESH:
             if abs(self.costs.factors.pace.value / self._pace - 1) > CHANGED:
@@ -234,7 +238,8 @@ class Controller:
     def _extra(self, shape: DraftShape, seconds: float, now: Situation) -> float:
         """Return the seconds by which few rounds of this shape exceed a plain one, with reading.
 
-        All missed rows count: a round after one in vain has absorbed fewer than the table says.
+        ABSORBED_ROWS more than `waiting` are missed. The table contains their reading, but the
+        factors may come from rounds that have absorbed fewer.
         """
         rows = sum(one + ABSORBED_ROWS for one in now.waiting if one)
         reading = rows * self.costs.read_seconds(len(now.rooms))
@@ -318,8 +323,8 @@ class Controller:
         if not drafts:
             pace = self.costs.factors.pace
             self._pace = pace.value
-            if pace.jumps > self._jumps:
-                self._soon, self._jumps = SOON, pace.jumps
+            if pace.jumps != self._jumps:
+                self._check_after, self._jumps = FIRST_CHECK, pace.jumps
             self._unearned = max(0.0, self._unearned - 1)
         if drafts:
             self._drafted, self._probed = True, self._off
@@ -327,7 +332,7 @@ class Controller:
             if self._off:  # a pause of the machine is not what drafts cost
                 cost = min(cost, self._probe_extra)
             saved = self._saved - cost
-            self._saved = min(max(0.0, saved), SLACK * last.plain)
+            self._saved = min(max(0.0, saved), SAVED * last.plain)
             if self._off:
                 rounds = -saved / max(PROBES * self.eps * last.plain, 1e-12)
                 self._unearned = max(self._unearned, min(rounds, MOST_WAIT))

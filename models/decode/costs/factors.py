@@ -3,6 +3,7 @@
 A round takes the table's seconds, times the pace of the machine, which is common to all kinds of
 rounds and follows the last ones, times a factor per kind of round and size of the batch, which
 follows slowly. So a machine that slows down while no plain round is measured slows them down too.
+Two plain rounds in turn that differ much set the pace, and leave the factors as they were.
 
 Sizes are classes of 1, 2, 3 to 4, 5 to 8, .. requests, since the error of a table depends on them:
 what is measured for one request may be right where what is measured for sixteen is twice as much as
@@ -61,8 +62,36 @@ class Factor:
         else:
             self.value += max(MEMORY, 1 / self.rounds) * (ratio - self.value)
         self.value = min(max(self.value, SMALLEST), LARGEST)
-        self.spread += MEMORY * (min(distance, 1.0) - self.spread)
+        self.add_distance(distance)
         self.latest = now
+
+    def add_distance(self, distance: float) -> None:
+        """Add the relative distance of a round from its expected seconds to the spread."""
+        self.spread += MEMORY * (min(distance, 1.0) - self.spread)
+
+
+@dataclass
+class _Measured:
+    """A round: its factors, its parts in the table's seconds, and its measured seconds."""
+
+    factors: dict[str, Factor]
+    parts: dict[str, float]
+    seconds: float
+
+    @property
+    def is_known(self) -> bool:
+        return all(one.rounds >= FIRST for one in self.factors.values())
+
+    @property
+    def expected(self) -> float:
+        """Its expected seconds over the pace."""
+        return sum(self.factors[name].value * part for name, part in self.parts.items())
+
+    def ratio(self, pace: Pace) -> float:
+        """Return measured over expected seconds; at most LARGEST, also where none are expected."""
+        expected = pace.value * self.expected
+        ratio = self.seconds / expected if expected > 0 else LARGEST
+        return min(max(ratio, SMALLEST), LARGEST)
 
 
 class Factors:
@@ -73,7 +102,8 @@ class Factors:
         self._factors = dict[tuple[str, int], Factor]()
         self._guessed = dict[tuple[str, int], Factor]()  # of kinds that a class has no round of
         self._last = dict[str, int]()  # kind -> size class that had a round of it last
-        self._rounds = 0
+        self._rounds = self._drafted = 0
+        self._held: _Measured | None = None  # a plain round that differs, until the next one
 
     def value(self, kind: str, batch: int) -> float:
         """Return the expected seconds of a kind over the table's, the pace included."""
@@ -106,18 +136,48 @@ class Factors:
                 by the least that explains `seconds`.
         """
         parts = {kind: first, LEVELS: levels} if levels else {kind: first}
-        size = sum(part**2 for part in parts.values())
-        factors = self._own(parts, batch)
+        measured = _Measured(self._own(parts, batch), parts, seconds)
         self._rounds += 1
         self._guessed.clear()
-        expected = sum(factors[name].value * part for name, part in parts.items())
-        ratio = seconds / (self.pace.value * expected)
-        if kind != READ and all(one.rounds >= FIRST for one in factors.values()):
-            # pace and factors are given the same ratio: else long rounds would drive them apart
-            ratio = self.pace.add(ratio, kind == PLAIN.kind)
+        if kind == READ or not measured.is_known:
+            self._learn(measured, follows=False)
+            return
+        if kind != PLAIN.kind:
+            self._drafted = self._rounds
+        ratio = measured.ratio(self.pace)
+        differs = self.pace.tell(ratio, measured.factors[kind].spread)
+        held, self._held = self._held, None
+        if kind == PLAIN.kind and differs:
+            if held and self.pace.differing > 1:
+                before = held.ratio(self.pace)
+                for one in (before, ratio):
+                    measured.factors[kind].add_distance(abs(one - 1))
+                self.pace.jump((before, ratio))
+                return
+            self._held = measured
+        if held:
+            self._learn(held)
+        if not self._held:
+            self._learn(measured)
+
+    def _learn(self, measured: "_Measured", follows: bool = True) -> None:
+        """Learn from a round: its factors, and the pace if it follows.
+
+        Where plain rounds alone are measured, for long, the pace alone follows: they cannot tell
+        its changes from those of their factor, which drafts are compared with.
+        """
+        ratio, expected = measured.ratio(self.pace), measured.expected
+        if follows:  # pace and factors are given the same ratio: else they would drift apart
+            distance, ratio = abs(ratio - 1), self.pace.follow(ratio)
+            plain = measured.factors.get(PLAIN.kind)
+            if plain and self._rounds - self._drafted > PAUSE:
+                plain.add_distance(distance)
+                return
         error = (ratio - 1) * expected
-        for name, part in parts.items():
-            factors[name].add(factors[name].value + error * part / size, self._rounds)
+        size = sum(part**2 for part in measured.parts.values())
+        for name, part in measured.parts.items():
+            factor = measured.factors[name]
+            factor.add(factor.value + error * part / size, self._rounds)
 
     def _own(self, kinds: Iterable[str], batch: int) -> dict[str, Factor]:
         """Return the factors of this size class; a new one counts as one round, if it is known."""
