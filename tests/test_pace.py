@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.models.decode.costs.factors import FIRST, PAUSE, Factors
+from outrider.models.decode.costs.factors import FIRST, LEVELS, PAUSE, Factors
 from outrider.models.decode.costs.pace import LARGEST, LIMIT, SMALLEST, WEIGHT, Pace
 
 PLAIN, CHAIN = "plain", "chain"
@@ -81,13 +81,60 @@ def test_the_pace_has_limits() -> None:
     assert after([1e-9] * 40).pace.value == SMALLEST
 
 
+@pytest.mark.parametrize(("gap", "most"), [(64, 0.1), (256, 0.05)])
+def test_the_factors_scatter_little_between_probes(gap: int, most: float) -> None:
+    """A machine of constant speed with noise of a tenth; a draft is tried after `gap` rounds."""
+    beyond = 0
+    for seed in range(5):
+        draw, factors = random.Random(seed), learnt()
+        for _ in range(40):
+            for kind in [PLAIN] * gap + [CHAIN]:
+                factors.add(kind, 1, draw.lognormvariate(0, 0.1), 1.0)
+            ratio = factors.of(PLAIN, 1).value / factors.of(CHAIN, 1).value
+            beyond += abs(ratio - 1) > 0.15
+    assert beyond <= most * 200
+
+
+def test_a_size_whose_first_rounds_were_slow_is_corrected() -> None:
+    """Plain rounds alone, with 50 rounds of a batch of 1 and of 4 by turns."""
+    draw, factors = random.Random(0), learnt()
+    for _ in range(2 * PAUSE):
+        factors.add(PLAIN, 1, 1.0, 1.0)
+    for _ in range(FIRST):
+        factors.add(PLAIN, 4, 1.2, 1.0)
+    for i in range(2000):
+        batch = 4 if i // 50 % 2 else 1
+        factors.add(PLAIN, batch, draw.lognormvariate(0, 0.03), 1.0)
+    ratio = factors.of(PLAIN, 4).value / factors.of(PLAIN, 1).value
+    assert ratio == pytest.approx(1.0, abs=0.1)
+    assert factors.pace.jumps == 0
+
+
 def test_levels_of_a_table_that_take_less_than_nothing() -> None:
     """A table that was measured beside other programs may say that deeper chains are cheaper."""
     factors = Factors()
-    for i in range(400):
-        seconds, levels = (1.0, 0.0) if i % 2 else (0.2, -0.9)
-        factors.add(CHAIN, 1, seconds, 1.0, levels)
-    assert SMALLEST <= factors.pace.value <= LARGEST
+    for _ in range(4):
+        factors.add(CHAIN, 1, 0.6, 1.0)
+    for _ in range(60):
+        factors.add(CHAIN, 1, 0.2, 1.0, -0.9)
+    expected = factors.value(CHAIN, 1) - 0.9 * factors.value(LEVELS, 1)
+    assert expected == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_held_round_of_another_table_is_dropped() -> None:
+    factors = after([2.0])
+    factors.new_table()
+    factors.add(PLAIN, 1, 1.0, 1.0)
+    assert factors.pace == Pace()
+
+
+def test_rounds_of_different_sizes_do_not_agree() -> None:
+    factors = learnt()
+    for _ in range(4 * PAUSE):
+        factors.add(PLAIN, 4, 1.0, 1.0)
+    factors.add(PLAIN, 1, 2.0, 1.0)
+    factors.add(PLAIN, 4, 2.0, 1.0)
+    assert factors.pace.jumps == 0
 
 
 def test_a_new_pace_tells_nothing() -> None:

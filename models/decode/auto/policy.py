@@ -29,7 +29,6 @@ from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, Plai
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import covers, read_or_measure
-from outrider.models.decode.costs.pace import Pace
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.dynamic_tree import DynamicTree
@@ -134,7 +133,7 @@ class Auto:
         times, note = read_or_measure(target, self._drafter.inner, self.file, slots, rows, shape)
         self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
-        costs.factors.pace = Pace()  # the machine is as slow as when these times were measured
+        costs.factors.new_table()
         self.use_costs(costs)
         longest = costs.seconds(chain_shape(deepest), slots, rows).draft
         self._drafter.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)

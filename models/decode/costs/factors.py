@@ -22,6 +22,8 @@ READ = "read"  # rows that the drafter has missed
 LEVELS = "levels"  # of a chain below the first
 FIRST = 5  # rounds whose median begins a factor
 MEMORY = 0.05  # weight of a round in a factor, after the first ones
+ALONE = 16  # rounds without a draft, after which plain rounds move the pace alone
+SETTLED = 20  # plain rounds, after which the pace alone may follow them
 PAUSE = 16  # rounds of other kinds, after which a factor may lag behind the machine:
 AFTER_PAUSE = 0.5  # then the median of the last three ratios has this weight, three times
 
@@ -62,12 +64,12 @@ class Factor:
         else:
             self.value += max(MEMORY, 1 / self.rounds) * (ratio - self.value)
         self.value = min(max(self.value, SMALLEST), LARGEST)
-        self.add_distance(distance)
+        self.spread += MEMORY * (min(distance, 1.0) - self.spread)
         self.latest = now
 
-    def add_distance(self, distance: float) -> None:
-        """Add the relative distance of a round from its expected seconds to the spread."""
-        self.spread += MEMORY * (min(distance, 1.0) - self.spread)
+    def add_distance(self, ratio: float) -> None:
+        """Add the distance of a round that is not learnt; `ratio`: of its expected seconds."""
+        self.spread += MEMORY * (min(abs(ratio - 1), 1.0) - self.spread)
 
 
 @dataclass
@@ -77,10 +79,12 @@ class _Measured:
     factors: dict[str, Factor]
     parts: dict[str, float]
     seconds: float
+    is_alone: bool = False  # no round has drafted for long
 
     @property
     def is_known(self) -> bool:
-        return all(one.rounds >= FIRST for one in self.factors.values())
+        """Whether its factors have begun, and any time is expected of it."""
+        return self.expected > 0 and all(one.rounds >= FIRST for one in self.factors.values())
 
     @property
     def expected(self) -> float:
@@ -88,10 +92,8 @@ class _Measured:
         return sum(self.factors[name].value * part for name, part in self.parts.items())
 
     def ratio(self, pace: Pace) -> float:
-        """Return measured over expected seconds; at most LARGEST, also where none are expected."""
-        expected = pace.value * self.expected
-        ratio = self.seconds / expected if expected > 0 else LARGEST
-        return min(max(ratio, SMALLEST), LARGEST)
+        """Return measured over expected seconds, between SMALLEST and LARGEST."""
+        return min(max(self.seconds / (pace.value * self.expected), SMALLEST), LARGEST)
 
 
 class Factors:
@@ -137,47 +139,66 @@ class Factors:
         """
         parts = {kind: first, LEVELS: levels} if levels else {kind: first}
         measured = _Measured(self._own(parts, batch), parts, seconds)
+        measured.is_alone = self._rounds - self._drafted > ALONE
         self._rounds += 1
         self._guessed.clear()
-        if kind == READ or not measured.is_known:
+        if kind == READ:
             self._learn(measured, follows=False)
             return
         if kind != PLAIN.kind:
             self._drafted = self._rounds
-        ratio = measured.ratio(self.pace)
-        differs = self.pace.tell(ratio, measured.factors[kind].spread)
         held, self._held = self._held, None
-        if kind == PLAIN.kind and differs:
-            if held and self.pace.differing > 1:
-                before = held.ratio(self.pace)
-                for one in (before, ratio):
-                    measured.factors[kind].add_distance(abs(one - 1))
-                self.pace.jump((before, ratio))
-                return
-            self._held = measured
+        if not measured.is_known:
+            self.pace.differing = 0
+        elif self._sets_pace(measured, kind, held):
+            return
         if held:
             self._learn(held)
         if not self._held:
-            self._learn(measured)
+            self._learn(measured, follows=measured.is_known)
 
-    def _learn(self, measured: "_Measured", follows: bool = True) -> None:
+    def _sets_pace(self, measured: _Measured, kind: str, held: _Measured | None) -> bool:
+        """Compare a round with the expected seconds; return whether it has set the pace.
+
+        A plain round that differs is held until the next round shows whether both set the pace.
+        """
+        ratio, factor = measured.ratio(self.pace), measured.factors[kind]
+        differs = self.pace.tell(ratio, factor.spread)
+        if kind != PLAIN.kind or not differs:
+            return False
+        if held and held.factors[kind] is factor and self.pace.differing > 1:
+            before = held.ratio(self.pace)
+            factor.add_distance(before)
+            factor.add_distance(ratio)
+            self.pace.jump((before, ratio))
+            return True
+        self._held = measured
+        return False
+
+    def _learn(self, measured: _Measured, follows: bool = True) -> None:
         """Learn from a round: its factors, and the pace if it follows.
 
-        Where plain rounds alone are measured, for long, the pace alone follows: they cannot tell
-        its changes from those of their factor, which drafts are compared with.
+        After long without a draft the pace alone follows: plain rounds alone do not show whether
+        the machine has changed, or the factor of plain rounds, which drafts are compared with.
         """
-        ratio, expected = measured.ratio(self.pace), measured.expected
+        expected = measured.expected
+        error = measured.seconds / self.pace.value - expected
         if follows:  # pace and factors are given the same ratio: else they would drift apart
-            distance, ratio = abs(ratio - 1), self.pace.follow(ratio)
+            ratio = measured.ratio(self.pace)
+            followed = self.pace.follow(ratio)
             plain = measured.factors.get(PLAIN.kind)
-            if plain and self._rounds - self._drafted > PAUSE:
-                plain.add_distance(distance)
+            if plain and plain.rounds > SETTLED and measured.is_alone:
+                plain.add_distance(ratio)
                 return
-        error = (ratio - 1) * expected
+            error = (followed - 1) * expected
         size = sum(part**2 for part in measured.parts.values())
         for name, part in measured.parts.items():
             factor = measured.factors[name]
             factor.add(factor.value + error * part / size, self._rounds)
+
+    def new_table(self) -> None:
+        """Forget the pace: another table was measured, while the machine was as slow as it says."""
+        self.pace, self._held = Pace(), None
 
     def _own(self, kinds: Iterable[str], batch: int) -> dict[str, Factor]:
         """Return the factors of this size class; a new one counts as one round, if it is known."""

@@ -1,9 +1,9 @@
 """The pace of the machine: by how much it is slower than the factors of rounds say.
 
-It follows every round by WEIGHT. Rounds in turn that differ from the expected seconds by far more
-than they usually do, all in one direction, tell that the machine may have changed. Of rounds that
-draft it may be the drafter alone, so that plain rounds must show it (`Controller`): two of them in
-turn set the pace at once, to the lesser change.
+It follows rounds by WEIGHT. If several rounds in turn differ from the expected seconds by far more
+than usual, in one direction, the machine may have changed. If they draft, the drafter alone may
+have changed, so that `Controller` then measures plain rounds. Two of these in turn set the pace to
+the smaller of their changes.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 WEIGHT, LIMIT = 0.1, 1.5  # of a round in the pace, and the most that it may say
 DIFFERS = 1.25  # measured over expected seconds, or expected over measured
-SPREADS = 3.0  # and so many usual distances of a round from the expected seconds
+SPREADS = 3.0  # a round differs if its distance also exceeds this many times the usual one
 SMALLEST, LARGEST = 0.1, 10.0  # of the pace, and of a factor
 
 
@@ -51,7 +51,7 @@ class Pace:
         return ratio
 
     def jump(self, ratios: tuple[float, float]) -> None:
-        """Set the pace to the lesser change of two rounds in turn."""
+        """Set the pace to the smaller change of two rounds in turn."""
         self._set(self.value * min(ratios, key=lambda one: abs(math.log(one))))
         self.jumps += 1
         self.differing, self._change = 0, 0.0
