@@ -136,6 +136,20 @@ TEXTS: dict[str, Callable[[int], bool]] = {
 }
 
 
+def taught_engine(
+    right: Callable[[int], bool], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Engine, Output, float]:
+    """Return an engine that has decoded 100 tokens, and plain decoding's answer and seconds.
+
+    Its drafts are certain, and right about the n-th token iff right(n).
+    """
+    target = timed_target(clock, monkeypatch)
+    plain, seconds = plain_answer(target, clock)
+    engine, _ = auto_engine(target, TimedDrafter(guesses(plain.ids, PROMPT, right), clock))
+    engine.generate(PROMPT, 100)
+    return engine, plain, seconds
+
+
 def plain_answer(target: Target, clock: Clock, count: int = COUNT) -> tuple[Output, float]:
     start = clock.now
     out = Engine(target, None, None).generate(PROMPT, count)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.models.decode.costs import pace
+from outrider.models.decode.costs import pace as pace_of_machine
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.ledger import SLACK
 from outrider.models.decode.policy import Chain
@@ -22,7 +22,7 @@ from tests.simulated_clock import (
     auto_engine,
     chance,
     guesses,
-    plain_answer,
+    taught_engine,
     timed_target,
 )
 
@@ -119,11 +119,7 @@ def test_the_estimate_lags_where_drafts_become_dearer(
     times: float, right: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 100 tokens a level takes so many times as long: up to 3.4 c0 are needed."""
-    target = timed_target(clock, monkeypatch)
-    plain, seconds = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < right), clock)
-    engine, _ = auto_engine(target, drafter)
-    engine.generate(PROMPT, 100)
+    engine, plain, seconds = taught_engine(lambda n: chance(n) < right, clock, monkeypatch)
     start = clock.now
     for event in engine.run([Request(PROMPT, COUNT)], 1):
         if len(event.out.ids) >= 100:
@@ -136,11 +132,7 @@ def test_dearer_drafts_are_not_taken_for_a_slower_machine(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 200 tokens a level takes four times as long, so that no draft pays any more."""
-    target = timed_target(clock, monkeypatch)
-    plain, seconds = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < 0.6), clock)
-    engine, _ = auto_engine(target, drafter)
-    engine.generate(PROMPT, 100)
+    engine, plain, seconds = taught_engine(lambda n: chance(n) < 0.6, clock, monkeypatch)
     start = clock.now
     for event in engine.run([Request(PROMPT, COUNT)], 1):
         if len(event.out.ids) >= 200:
@@ -155,7 +147,7 @@ def test_the_estimate_lags_further_without_plain_rounds_that_set_the_pace(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the pace follows by a tenth per round, and no plain round comes forward."""
-    monkeypatch.setattr(pace, "DIFFERS", 1e9)
+    monkeypatch.setattr(pace_of_machine, "DIFFERS", 1e9)
     cases = (20, 30, 0.5), (15, 30, 1.5), (20, 130, 2.0)
     beyond = [_alternating(*case, clock, monkeypatch)[1] for case in cases]
     assert max(beyond) > 2 * SLACK * STEP
@@ -165,11 +157,7 @@ def test_drafts_of_uneven_length_are_seldom_interrupted(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A level takes one or four times as long, for four rounds by turns; the machine is steady."""
-    target = timed_target(clock, monkeypatch)
-    plain, _ = plain_answer(target, clock)
-    drafter = TimedDrafter(guesses(plain.ids, PROMPT, lambda n: chance(n) < 0.85), clock)
-    engine, _ = auto_engine(target, drafter)
-    engine.generate(PROMPT, 100)
+    engine, plain, _ = taught_engine(lambda n: chance(n) < 0.85, clock, monkeypatch)
     for event in engine.run([Request(PROMPT, COUNT)], 1):
         uneven = LEVEL if len(event.out.choices) // 4 % 2 else 4 * LEVEL
         monkeypatch.setattr(simulated_clock, "LEVEL", uneven / 2)

@@ -168,8 +168,6 @@ class Factors:
             return False
         if held and held.factors[kind] is factor and self.pace.differing > 1:
             before = held.ratio(self.pace)
-            factor.add_distance(before)
-            factor.add_distance(ratio)
             self.pace.jump((before, ratio))
             return True
         self._held = measured
