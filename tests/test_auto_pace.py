@@ -148,7 +148,7 @@ def test_the_estimate_lags_further_without_plain_rounds_that_set_the_pace(
 ) -> None:
     """Negative control: the pace follows by a tenth per round, and no plain round comes forward."""
     monkeypatch.setattr(pace_of_machine, "DIFFERS", 1e9)
-    cases = (20, 30, 0.5), (15, 30, 1.5), (20, 130, 2.0)
+    cases = (10, 30, 2.0), (20, 50, 0.5), (20, 50, 2.0)
     beyond = [_alternating(*case, clock, monkeypatch)[1] for case in cases]
     assert max(beyond) > 2 * SLACK * STEP
 

@@ -23,14 +23,19 @@ and forgetting, is that of vLLM's adaptive verification, here with one Newton st
 import math
 from dataclasses import dataclass, field
 
+from jaxtyping import Float
+from torch import Tensor
+
 BINS = 10  # of confidence
 DEPTHS = 16  # deeper ones count as the last
 RANKS = 4  # children of a node
 PRIOR = 10.0  # labels that the estimate of all requests weighs in that of one
 CALIBRATED, GUESSED = 50.0, 4.0  # labels that a measured confidence weighs, and other first values
+MEASURED = 20.0  # labels that a row of a measured table weighs
 FIRST = 0.6  # acceptance at every depth, before any is seen
 SIBLINGS = (0.3, 0.12, 0.06)  # of what the first child misses, by rank, before any is seen
 MEMORY, MEMORY_ALL = 0.96, 0.998  # of a label, in the estimate of one request and of all
+BIAS, MEMORY_BIAS = 10.0, 0.99  # tokens that the first value weighs, and memory per round
 STIFFNESS = 12.5  # of the offset of a request: 50 labels of probability 1/2
 NEAR_ONE = 0.999
 AFRESH = 0.8  # acceptance after a probe has been accepted: where drafts pay, it is often high
@@ -56,21 +61,61 @@ def _guess(mean: float, weight: float = GUESSED) -> Rate:
     return Rate(weight, weight * mean)
 
 
+@dataclass
+class Bias:
+    """The ratio of accepted to expected tokens, with forgetting; 1 at first.
+
+    The expectation already contains it, so that a ratio of 1 leaves it as it is.
+    """
+
+    accepted: float = BIAS
+    expected: float = BIAS
+
+    @property
+    def value(self) -> float:
+        return self.accepted / self.expected
+
+    def add(self, accepted: float, expected: float) -> None:
+        """Count a round; `expected` contains the bias."""
+        value = self.value
+        self.forget()
+        self.accepted += accepted
+        self.expected += expected / value
+
+    def forget(self) -> None:
+        """Move towards 1."""
+        self.accepted += (1 - MEMORY_BIAS) * (BIAS - self.accepted)
+        self.expected += (1 - MEMORY_BIAS) * (BIAS - self.expected)
+
+
 class Acceptance:
     """The estimates of all requests of a decoder."""
 
-    def __init__(self, weight: float = GUESSED, drawn: bool = False) -> None:
+    def __init__(
+        self,
+        weight: float = GUESSED,
+        drawn: bool = False,
+        table: Float[Tensor, "D K"] | None = None,
+    ) -> None:
         """
         Args:
             weight: of the drafter's confidence, in labels: CALIBRATED if it is measured.
             drawn: tokens are drawn from the drafter's rows, and accepted with the overlap of these
                 and the target's: the confidence says nothing of it until labels do.
+            table: measured acceptance by depth and rank (`eval/rank_tables.py`), the first values;
+                the deepest row stands for deeper ones.
         """
         self.drawn = drawn
         self.levels = [_guess(FIRST) for _ in range(DEPTHS)]
         bins = [AFRESH if drawn else (i + 0.5) / BINS for i in range(BINS)]
         self.bins = [[_guess(middle, weight) for middle in bins] for _ in range(DEPTHS)]
         self.siblings = [_guess(share) for share in SIBLINGS]
+        if table is not None:
+            rows = [*table.tolist(), *[table[-1].tolist()] * DEPTHS][:DEPTHS]
+            self.levels = [_guess(row[0], MEASURED) for row in rows]
+            missed = max(1 - rows[0][0], 1 - NEAR_ONE)
+            known = [_guess(rate / missed, MEASURED) for rate in rows[0][1:RANKS]]
+            self.siblings = known + self.siblings[len(known) :]
 
     def sibling_row(self, first: float) -> list[float]:
         """Return the acceptance of a node's children by rank, given that of the first."""

@@ -78,8 +78,9 @@ def _chain(decode: DecodeConfig, tables: Tables | None) -> Policy:
 
 
 def _auto(decode: DecodeConfig, tables: Tables | None) -> Policy:
-    settings = decode.auto
-    return Auto(decode.depth, decode.nodes, decode.width, draft_of(decode), settings.eps)
+    table = (tables or {}).get(_table_name(decode))
+    shape = decode.depth, decode.nodes, decode.width
+    return Auto(*shape, draft_of(decode), decode.auto.eps, table=table)
 
 
 def _dynamic_tree(decode: DecodeConfig, tables: Tables | None) -> Policy:
@@ -126,15 +127,20 @@ def draft_of(decode: DecodeConfig) -> str:
 
 def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Paths:
     """Return the best shape of `decode.nodes` nodes; ConfigError if there is no table for it."""
-    draft = draft_of(decode)
-    kind = "drawn" if draft in SAMPLED_DRAFTS else draft
-    name = f"{kind}@{1 if decode.temperature > 0 else 0}"
+    name = _table_name(decode)
     if tables is None or name not in tables:
         why = f"The run has no measured acceptance per rank ({name} in ranks.json)."
         fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
         raise ConfigError("decode.tree", decode.tree, why, fix)
     table = tables[name][: decode.depth, : decode.width]
     return best_tree(name, table, decode.nodes)
+
+
+def _table_name(decode: DecodeConfig) -> str:
+    """Return the name of the table of the drafts of `decode`."""
+    draft = draft_of(decode)
+    kind = "drawn" if draft in SAMPLED_DRAFTS else draft
+    return f"{kind}@{1 if decode.temperature > 0 else 0}"
 
 
 def best_tree(name: str, table: Float[Tensor, "D K"], nodes: int) -> tree_shapes.Paths:

@@ -3,14 +3,15 @@
 With T_real the seconds spent, pauses of the machine left out, and T_plain those of plain decoding
 for the same tokens, a round that drafts is allowed only if, even with nothing accepted,
 
-    L + (T_round - C_plain) <= eps * T_plain + c0          where L = T_real - T_plain
+    L + (T_round - C_plain) <= 0.95 (eps * T_plain + c0)      where L = T_real - T_plain
 
 A plain round leaves L and raises T_plain; a round that drafts raises L by at most the bracket and
 never lowers T_plain. So at every time
 
     T_real <= (1 + eps) * T_plain + c0
 
-for every text and any acceptance, up to the errors of C_plain and of the planned T_round. L is kept
+for every text and any acceptance, up to the errors of C_plain and of the planned T_round, for
+which the 5 % are left. L is kept
 above -c0, so that savings beyond c0 are not spent later, nor those that a C_plain measured before
 the machine became faster has shown; this only tightens the bound. In a batch the bound is that of
 the throughput of the batch, at its own composition: tokens are worth what plain decoding of the
@@ -25,6 +26,7 @@ it takes more than eps of a step, L grows without a draft.
 from dataclasses import asdict, dataclass
 
 SLACK = 10.0  # c0, in plain steps: the first drafts, before anything is known of a text
+PLANNED = 0.95  # share of the bound that rounds are planned with; errors of C_plain have the rest
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Ledger:
         Args:
             extra: seconds that the round may cost more than its tokens are worth.
         """
-        return self.debt + extra - self.eps * self.plain - self.slack
+        return self.debt + extra - PLANNED * (self.eps * self.plain + self.slack)
 
     def add(self, real: float, plain: float) -> None:
         """Add the seconds of a round, and those of plain decoding for its tokens."""

@@ -138,7 +138,7 @@ class ActiveRequest:
     Attributes:
         noise: where a verifier chooses tokens with noise.
         threshold: where a policy adapts its confidence.
-        acceptance: where a policy estimates it.
+        acceptance: by kind of draft, where a policy estimates it.
         absorbed: by the drafter, whose state is `state`.
         root: the newest token on the device; set when rows are absorbed.
     """
@@ -148,7 +148,7 @@ class ActiveRequest:
     generator: Random
     noise: GumbelNoise | None = None
     threshold: Threshold | None = None
-    acceptance: RequestAcceptance | None = None
+    acceptance: dict[str, RequestAcceptance] = field(default_factory=dict)
     absorbed: Absorbed = field(default_factory=Absorbed)
     root: Tensor = field(init=False, repr=False, compare=False)
     out: Output = field(default_factory=Output)

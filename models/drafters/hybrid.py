@@ -26,6 +26,7 @@ Shape letters: B prompts, N nodes, V tokens, R prompts with a trained draft.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,13 +37,14 @@ from outrider.conf.errors import ConfigError
 from outrider.conf.fields import DEPTHS, option
 from outrider.conf.schema import UntrainedConfig
 from outrider.models.drafters.parts.part import Part, trained_part, trained_settings
-from outrider.models.drafting.drafter import BatchDrafter, Drafter, LevelIds, State
+from outrider.models.drafting.drafter import Drafter, LevelIds, LookingDrafter, State
 from outrider.models.drafting.lookup import Draft, LookupDrafter, LookupState, children
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import ModelShape, TargetEnds, Trace
 from outrider.models.target.target import Target
 
-WAITING = 64  # rows that the trained drafter has not read, at most
+WAITING = 64  # rows that the trained drafter has not read, at most, but for decode=auto
+PIECE = 512  # rows that it reads at once
 KEEP = 0.95  # weight of the rounds before, after every round
 COST = 0.2  # of a trained draft, in steps of the target, until it is given or measured
 PRIOR = 2.0  # rounds, or look-up tokens, that the first estimates stand for
@@ -202,7 +204,7 @@ class HybridState:
     shift: Float[Tensor, " N"] | None = None
 
 
-class Hybrid(BatchDrafter):
+class Hybrid(LookingDrafter):
     """A look-up and a trained drafter.
 
     Attributes:
@@ -251,19 +253,26 @@ class Hybrid(BatchDrafter):
 
     # ---- the text ----
 
-    def absorb_batch(
+    def look(
         self, states: Sequence[HybridState | None], traces: Sequence[Trace]
     ) -> list[HybridState]:
-        out = list(map(self._after_text, states, traces))
-        late = [
+        return list(map(self._after_text, states, traces))
+
+    def rows_to_read(self, state: HybridState) -> int | None:
+        return _rows(state.waiting) if state.both else None
+
+    def read_waiting(self, states: Sequence[HybridState]) -> list[HybridState]:
+        out = list(states)
+        while late := [
             i for i, state in enumerate(out)
-            if state.both or sum(trace.ids.shape[1] for trace in state.waiting) > WAITING
-        ]  # fmt: skip
-        if late:
-            joined = [Trace.joined(out[i].waiting) for i in late]
+            if state.waiting and (state.both or _rows(state.waiting) > WAITING)
+        ]:  # fmt: skip
+            pieces = [_first_rows(out[i].waiting) for i in late]
+            joined = [*map(Trace.joined, pieces)]
             read = self.trained.absorb_batch([out[i].trained for i in late], joined)
-            for i, trained in zip(late, read, strict=True):
-                out[i] = replace(out[i], trained=trained, waiting=())
+            for i, trained, piece in zip(late, read, pieces, strict=True):
+                left = out[i].waiting[len(piece) :]
+                out[i] = replace(out[i], trained=trained, waiting=left)
         return out
 
     def _after_text(self, state: HybridState | None, trace: Trace) -> HybridState:
@@ -343,6 +352,16 @@ class Hybrid(BatchDrafter):
     def node_hidden(self, states: Sequence[HybridState]) -> Float[Tensor, "B N 1"]:
         """Return the shift of every node of the last step, which `log_confidence` adds."""
         return torch.stack([_shift_of(state) for state in states])[..., None]
+
+
+def _rows(waiting: Sequence[Trace]) -> int:
+    return sum(trace.ids.shape[1] for trace in waiting)
+
+
+def _first_rows(waiting: tuple[Trace, ...]) -> tuple[Trace, ...]:
+    """Return the first waiting rows that are read at once: PIECE at most, or one trace."""
+    ends = accumulate(trace.ids.shape[1] for trace in waiting)
+    return waiting[: max(1, sum(end <= PIECE for end in ends))]
 
 
 def _shift_of(state: HybridState) -> Float[Tensor, " N"]:

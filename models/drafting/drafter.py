@@ -11,7 +11,7 @@ tests/test_drafter_contract.py tests on every drafter. `models/interface.py` def
 `Guess`, the index rule and the shape letters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LevelIds = Int[Tensor, "B N"]  # tokens or parents of the nodes of one tree level
 State = Any  # decoding state of a drafter: opaque to the engine, never mutated
+Absorb = Callable[[Sequence[State | None], Sequence[Trace]], list[State]]
 
 
 class Absorbed(NamedTuple):
@@ -283,8 +284,16 @@ class Drafter(nn.Module):
         """
         return list(map(self.absorb, states, traces))
 
-    def absorb_next(self, before: Sequence[Absorbed], traces: Sequence[Trace]) -> list[Absorbed]:
-        """Apply `absorb_batch` to rows that follow those read before, as the decoder does.
+    def absorb_next(
+        self,
+        before: Sequence[Absorbed],
+        traces: Sequence[Trace],
+        absorb: Absorb | None = None,
+    ) -> list[Absorbed]:
+        """Absorb rows that follow those read before, as the decoder does.
+
+        Args:
+            absorb: by default `absorb_batch`.
 
         Raises:
             ValueError: rows are missing, or come again: the drafter would draft from other states
@@ -296,7 +305,7 @@ class Drafter(nn.Module):
             if (first, last) != (one.rows, stop - 1):
                 message = f"after {one.rows} rows of a prompt, rows {first} to {last} were given"
                 raise ValueError(f"{message} as the next {stop - one.rows}")
-        states = self.absorb_batch([one.state for one in before], traces)
+        states = (absorb or self.absorb_batch)([one.state for one in before], traces)
         return [Absorbed(*pair) for pair in zip(read, states, strict=True)]
 
     def new_cache(self, target: "Target", capacity: int, slots: int) -> "KVCache | SplitCache":
@@ -359,3 +368,25 @@ class BatchDrafter(Drafter):
     ) -> tuple[Float[Tensor, "N Vd"], State]:
         logits, (state,) = self.step_batch([state], depth, ids[None], parents[None])
         return logits[0], state
+
+
+class LookingDrafter(BatchDrafter):
+    """A drafter that finds out by the text, at next to no cost, whether its weights draft next.
+
+    `absorb_batch` is `look`, then `read_waiting`. decode=auto looks before it plans a round.
+    """
+
+    def look(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
+        """Absorb the tokens of verified rows; the rows wait for `read_waiting`."""
+        raise NotImplementedError
+
+    def rows_to_read(self, state: State) -> int | None:
+        """Return how many rows the next draft must read first; None: it needs no weights."""
+        raise NotImplementedError
+
+    def read_waiting(self, states: Sequence[State]) -> list[State]:
+        """Read the rows that the next draft needs."""
+        raise NotImplementedError
+
+    def absorb_batch(self, states: Sequence[State | None], traces: Sequence[Trace]) -> list[State]:
+        return self.read_waiting(self.look(states, traces))

@@ -60,8 +60,10 @@ class ChainCosts(NamedTuple):
     other: list[float]
 
     @classmethod
-    def of(cls, costs: LiveCosts, batch: int, context: int, deepest: int) -> "ChainCosts":
-        parts = costs.chain_seconds(batch, context, deepest)
+    def of(
+        cls, costs: LiveCosts, batch: int, context: int, deepest: int, kind: str = ""
+    ) -> "ChainCosts":
+        parts = costs.chain_seconds(batch, context, deepest, kind)
         return cls([part.draft for part in parts], [part.other for part in parts])
 
     def total(self, depth: int) -> float:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
+from outrider.models.decode.acceptance import Acceptance, Bias, RequestAcceptance
 from outrider.models.decode.auto.choice import (
     ChainCosts,
     Choice,
@@ -30,7 +30,7 @@ from outrider.models.decode.auto.choice import (
 )
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.plain_rounds import PlainRounds
-from outrider.models.decode.costs.factors import READ
+from outrider.models.decode.costs.factors import LOOK_UP, READ
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape
 from outrider.models.decode.ledger import Ledger
@@ -47,12 +47,12 @@ DIFFERING = 2  # rounds in turn that differ from what is expected and bring plai
 FIRST_CHECK = 3  # after so many drafts: doubled up to REFRESH until plain rounds set the pace
 TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
 TREE_NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
-TREE_STEP, TREE_RETURN = 0.05, 0.01  # of the factor on the expected tokens of trees, per round
 AMORTISED = 128  # tokens over which reading missed rows is spread, at most
+OWN = 0.1  # weight of a round in the seconds of a choice
 ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
 MARGIN = 1.02  # gain from which drafting begins again
 STILL = 8  # rounds without time after which the clock counts as stopped
-PROBE, PAYS, HELD = "probe", "pays", "held by the ledger"
+PROBE, PAYS, LOOKED_UP, HELD = "probe", "pays", "look-up", "held by the ledger"
 OFF, MEASURES, LAST, STOPPED = "no draft pays", "measures plain", "last token", "clock stands still"
 
 
@@ -65,6 +65,7 @@ class Situation:
         context: mean length of the texts.
         waiting: per request, rows that the drafter has missed, beyond those of an ordinary round.
         left: per request, the tokens that its answer is expected to have left.
+        kind: of the next draft: LOOK_UP if it needs no weights, else "".
     """
 
     estimates: Sequence[RequestAcceptance]
@@ -73,6 +74,7 @@ class Situation:
     context: int
     waiting: Sequence[int]
     left: Sequence[float]
+    kind: str = ""
 
     @cached_property
     def read_per_token(self) -> float:
@@ -104,7 +106,9 @@ class Controller:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.eps)
         self._since_plain = self._wait = self._failures = 0
-        self._off = self._probed = self._drafted = False
+        self._off = self._probed = self._drafted = self._waiting = False
+        self._own = 0.0  # seconds of a choice that ends in a plain round
+        self._waited = 0  # rounds since one drafted with weights
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
         self._probe_extra = 0.0  # seconds that a draft that is tried may cost, as it was planned
@@ -113,7 +117,7 @@ class Controller:
         self._check_after, self._jumps = FIRST_CHECK, 0  # of the pace
         self._pace, self._burst = 1.0, 0  # at the last plain round; plain rounds still to measure
         self._trees: list[tuple[DraftShape, float]] = []
-        self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, 1.0, True
+        self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, Bias(), True
 
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
@@ -151,18 +155,31 @@ class Controller:
 
     # ---- choice ----
 
-    def reason_for_plain(self, batch: int) -> str:
-        """Return why the next round is plain, whatever the candidates are; "" if they decide."""
+    def reason_for_plain(self, batch: int, plain: float, look: float | None) -> str:
+        """Return why the next round is plain, whatever the candidates are; "" if they decide.
+
+        Args:
+            plain: expected seconds of a plain round.
+            look: expected seconds of looking at what the text would draft; None: the drafter
+                cannot look.
+        """
         if self.costs.still >= STILL:
             return STOPPED
         if self._plain.needed(batch, self.first_plain):
             return MEASURES
         self._wait -= 1
-        if self._wait >= 0:
+        self._waiting = self._wait >= 0
+        if self._waiting and (look is None or not self._looks_cheaply(plain)):
             return OFF if self._off else HELD
+        if look and self.ledger.missing(look) > 0:
+            return HELD
         if not self._off and self._is_due():
             return MEASURES
         return ""
+
+    def _looks_cheaply(self, plain: float) -> bool:
+        """Return whether rounds without a draft may look what the text would draft."""
+        return self._own <= PROBES * self.eps * plain
 
     def _is_due(self) -> bool:
         """Return whether a plain round is to be measured, between others that draft."""
@@ -188,12 +205,16 @@ class Controller:
         deepest = len(now.costs.draft) - 1
         if deepest < 1:
             return plain._replace(why=LAST)
+        if not self._drafted:
+            self.ledger.step = plain.seconds  # c0, now that plain rounds have been measured
+        if now.kind == LOOK_UP and self._looks_cheaply(now.costs.total(0)):
+            return self._look_up(now, plain, deepest)
+        if self._waiting:
+            return plain._replace(why=OFF if self._off else HELD)
         choices = self._candidates(now, plain, deepest)
         best = max(choices, key=lambda one: one.rate)
         plain = plain._replace(gain=best.gain)
         self._turn(best.gain)
-        if not self._drafted:
-            self.ledger.step = plain.seconds  # c0, now that plain rounds have been measured
         if self._wait > 0:
             self._wait -= 1
             return plain._replace(why=OFF)
@@ -210,6 +231,17 @@ class Controller:
         extras = (self._extra(one.shape, self._without(one, now), now) for one in choices)
         self._probe_extra = max(extras)  # a chain may grow
         return best._replace(why=PROBE)
+
+    def _look_up(self, now: Situation, plain: Choice, deepest: int) -> Choice:
+        """Return a chain: it ends where a token does not pay, be it the first, at no cost."""
+        tokens = chain_tokens(now.estimates, now.rooms, deepest)
+        choices = chain_choices(tokens, now.costs, 0.0)
+        ranked = sorted(choices, key=lambda one: one.rate, reverse=True)
+        allowed = (one for one in ranked if self.allows(one.shape, one.seconds, now))
+        if (best := next(allowed, None)) is None:
+            self._hold(now, choices)
+            return plain._replace(why=HELD)
+        return best._replace(why=LOOKED_UP)
 
     def _turn(self, gain: float) -> None:
         """Turn drafts off where none pays, and on after a probe that shows that one does."""
@@ -229,7 +261,7 @@ class Controller:
         plain = now.costs.total(0)
         extra = min(self._extra(one.shape, self._without(one, now), now) for one in choices)
         missing = self.ledger.missing(extra) / max(self.eps * plain, 1e-12)
-        self._wait = min(LONGEST_WAIT, max(1, math.ceil(missing))) - 1
+        self._wait = max(self._wait, min(LONGEST_WAIT, max(1, math.ceil(missing))) - 1)
 
     def _without(self, one: Choice, now: Situation) -> float:
         """Return the expected seconds of a choice without its share of reading missed rows."""
@@ -243,7 +275,7 @@ class Controller:
         """
         rows = sum(one + ABSORBED_ROWS for one in now.waiting if one)
         reading = rows * self.costs.read_seconds(len(now.rooms))
-        upper = self.costs.upper(shape, len(now.rooms))
+        upper = self.costs.upper(now.kind or shape.kind, len(now.rooms))
         return seconds * upper + reading - now.costs.total(0)
 
     def allows(self, shape: DraftShape, seconds: float, now: Situation) -> bool:
@@ -256,7 +288,7 @@ class Controller:
         row = self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, now.reading(1.0, row))
-        if self.budget <= deepest or optimism:
+        if self.budget <= deepest or optimism or now.kind:
             return choices
         self._tree_age += 1
         renewed = self._tree_age > TREE_ROUNDS
@@ -286,7 +318,7 @@ class Controller:
         choices = []
         for shape, drafted in self._trees:
             if shape.depth <= deepest:
-                tokens = batch * (1 + self._tree_bias * drafted)
+                tokens = batch * (1 + self._tree_bias.value * drafted)
                 seconds = self.costs.seconds(shape, batch, now.context).total
                 seconds += now.reading(tokens, row)
                 gain = tokens / seconds / plain.rate
@@ -301,7 +333,7 @@ class Controller:
         Args:
             read: missed rows that the drafter has read in it, and in how many seconds.
         """
-        drafts, kind = last.shape.depth > 0, last.shape.kind
+        drafts, kind = last.shape.depth > 0, last.kind
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
         extra = reading if drafts else last.own  # deciding is part of a drafted round's time
         batch, measured = len(last.requests), last.seconds - extra
@@ -320,29 +352,41 @@ class Controller:
         self.ledger.add(seconds + extra, worth)
         self._plain.add(batch, not drafts and not cold)
         self._since_plain = self._since_plain + 1 if drafts else 0
-        if not drafts:
-            pace = self.costs.factors.pace
-            self._pace = pace.value
-            if pace.jumps != self._jumps:
-                self._check_after, self._jumps = FIRST_CHECK, pace.jumps
-            self._unearned = max(0.0, self._unearned - 1)
         if drafts:
-            self._drafted, self._probed = True, self._off
-            cost = seconds + extra - worth
-            if self._off:  # a pause of the machine is not what drafts cost
-                cost = min(cost, self._probe_extra)
-            saved = self._saved - cost
-            self._saved = min(max(0.0, saved), SAVED * last.plain)
-            if self._off:
-                rounds = -saved / max(PROBES * self.eps * last.plain, 1e-12)
-                self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
-            if self._off and worth > seconds:
-                last.restart()
-            last.teach()
-            if last.tree is not None:
-                expected = max(last.choice.tokens - len(last.requests), 1e-9)
-                ratio = (last.tokens - len(last.requests)) / expected
-                self._tree_bias *= 1 + TREE_STEP * (ratio - 1)
-                self._tree_bias = min(max(self._tree_bias, 0.3), 3.0)
-            else:  # so that trees that did badly are tried again
-                self._tree_bias += TREE_RETURN * (1 - self._tree_bias)
+            self._learn_draft(last, seconds + extra - worth)
+        else:
+            self._learn_plain(last)
+        self._waited = 0 if drafts and not last.draft_kind else self._waited + 1
+
+    def _learn_plain(self, last: Round) -> None:
+        """Learn from a plain round, whose seconds the costs have learnt."""
+        if last.estimates:  # the candidates were compared, or the text looked up
+            self._own += OWN * (last.own - self._own)
+        pace = self.costs.factors.pace
+        self._pace = pace.value
+        if pace.jumps != self._jumps:
+            self._check_after, self._jumps = FIRST_CHECK, pace.jumps
+        self._unearned = max(0.0, self._unearned - 1)
+
+    def _learn_draft(self, last: Round, cost: float) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            cost: seconds beyond what plain decoding takes for its tokens.
+        """
+        probe, batch, plain = last.choice.why == PROBE, len(last.requests), last.plain
+        self._drafted, self._probed = True, probe
+        if probe:
+            last.restart(self._waited)
+            # a pause of the machine is not what drafts cost
+            cost = min(cost, self._probe_extra)
+        saved = self._saved - cost
+        self._saved = min(max(0.0, saved), SAVED * plain)
+        if probe:
+            rounds = -saved / max(PROBES * self.eps * plain, 1e-12)
+            self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
+        last.teach()
+        if last.tree is not None:
+            self._tree_bias.add(last.tokens - batch, last.choice.tokens - batch)
+        else:  # so that trees that did badly are tried again
+            self._tree_bias.forget()

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.drafting.delegating import DelegatingDrafter
-from outrider.models.drafting.drafter import Absorbed, Drafter, LevelIds, State
+from outrider.models.drafting.drafter import (
+    Absorb,
+    Absorbed,
+    Drafter,
+    LevelIds,
+    LookingDrafter,
+    State,
+)
 from outrider.models.interface import Trace
 from outrider.models.target.target import TargetStates
 
+LOOK = 0.1  # weight of a look in their mean seconds
 PIECE = 512  # rows that are absorbed at once
 
 
@@ -64,7 +72,10 @@ class DeferredDrafter(DelegatingDrafter):
 
     Attributes:
         read: rows and seconds of the last reading.
+        look_seconds: per row, of looking; None before the first.
     """
+
+    look_seconds: float | None
 
     def __init__(
         self, drafter: Drafter, on_finish: Callable[[int], None], device: torch.device
@@ -76,7 +87,7 @@ class DeferredDrafter(DelegatingDrafter):
         """
         super().__init__(drafter)
         self.on_finish, self.device = on_finish, device
-        self.read = (0, 0.0)
+        self.read, self.look_seconds = (0, 0.0), None
 
     def absorb_batch(self, states: Sequence[Any], traces: Sequence[Trace]) -> list[State]:
         return [
@@ -92,6 +103,20 @@ class DeferredDrafter(DelegatingDrafter):
             states = [one.absorbed.state for one in states]
         return self.inner.step_batch(states, depth, ids, parents)
 
+    def look(self, states: Sequence[Deferred]) -> list[int | None]:
+        """Return how many rows the drafter reads before it drafts; None: it needs no weights.
+
+        A drafter that looks first absorbs the tokens of the rows that wait.
+        """
+        if not isinstance(self.inner, LookingDrafter):
+            return [one.rows for one in states]
+        if rows := sum(one.rows for one in states):
+            watch = Stopwatch(self.device)
+            self._absorb_waiting(states, self.inner.look)
+            row, before = watch.lap() / rows, self.look_seconds
+            self.look_seconds = row if before is None else before + LOOK * (row - before)
+        return [self.inner.rows_to_read(one.absorbed.state) for one in states]
+
     def end_draft(self, state: Deferred, drafted: State, depth: int) -> Deferred:
         new = self.inner.end_draft(state.absorbed.state, drafted, depth)
         state.absorbed = state.absorbed._replace(state=new)
@@ -102,16 +127,26 @@ class DeferredDrafter(DelegatingDrafter):
         self.on_finish(len(answer))
 
     def _read_waiting(self, states: Sequence[Deferred]) -> None:
-        watch, total = Stopwatch(self.device), 0
+        """Absorb the rows that the next draft needs, and time it."""
+        watch, rows = Stopwatch(self.device), self.look(states)
+        if isinstance(self.inner, LookingDrafter):
+            late = [one for one, number in zip(states, rows, strict=True) if number is not None]
+            read = self.inner.read_waiting([one.absorbed.state for one in late])
+            for one, state in zip(late, read, strict=True):
+                one.absorbed = one.absorbed._replace(state=state)
+        else:
+            self._absorb_waiting(states)
+        self.read = sum(filter(None, rows)), watch.lap()
+
+    def _absorb_waiting(self, states: Sequence[Deferred], absorb: Absorb | None = None) -> None:
+        """Absorb all rows that wait."""
         while late := [one for one in states if one.waiting]:
             pieces = [_first_rows(one.waiting) for one in late]
             traces = [_joined(piece) for piece in pieces]
-            new = self.inner.absorb_next([one.absorbed for one in late], traces)
+            new = self.inner.absorb_next([one.absorbed for one in late], traces, absorb)
             for one, piece, trace, absorbed in zip(late, pieces, traces, new, strict=True):
                 one.absorbed, one.waiting = absorbed, one.waiting[len(piece) :]
                 one.rows -= trace.ids.shape[1]
-                total += trace.ids.shape[1]
-        self.read = total, watch.lap()
 
 
 def _first_rows(waiting: tuple[Waiting, ...]) -> tuple[Waiting, ...]:

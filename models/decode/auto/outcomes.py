@@ -1,17 +1,20 @@
 """What a round has shown: tokens, seconds, and labels for the estimates of acceptance."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.models.decode.acceptance import RANKS, RequestAcceptance
+from outrider.models.decode.acceptance import AFRESH, RANKS, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, describe
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.decode.tree import Tree
 from outrider.models.drafting.vocab import DraftVocab
+
+PASSAGE = 12  # mean tokens before a text changes: a guess
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Round:
     Attributes:
         choice: what was planned.
         plain: expected seconds of a plain round in its place.
+        draft_kind: LOOK_UP, or "" for drafts by weights.
         table: seconds of the drafted shape by the measured table alone.
         levels: the part of `table` that levels of a chain below the first add.
         own: seconds of the controller itself.
@@ -36,6 +40,7 @@ class Round:
     estimates: Sequence[RequestAcceptance]
     choice: Choice
     plain: float
+    draft_kind: str = ""
     vocab: DraftVocab | None = None
     table: float = 0.0
     levels: float = 0.0
@@ -55,6 +60,11 @@ class Round:
     def shape(self) -> DraftShape:
         """What was drafted."""
         return self.drafted or self.choice.shape
+
+    @property
+    def kind(self) -> str:
+        """Kind of the round: `plain`, `chain`, `tree`, or LOOK_UP."""
+        return self.draft_kind if self.shape.depth and self.draft_kind else self.shape.kind
 
     @property
     def verified(self) -> DraftShape:
@@ -106,10 +116,19 @@ class Round:
                 rejected.append((slot, accepted))
         self._teach_ranks(rejected)
 
-    def restart(self) -> None:
-        """Begin the estimates afresh where a draft token was accepted."""
+    def restart(self, waited: int) -> None:
+        """Begin the estimates afresh where the text has probably changed.
+
+        That is, where so many accepted tokens are improbable enough by the estimates.
+
+        Args:
+            waited: plain rounds before this one, in which it may have changed.
+        """
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
-            if one.out.accepted[-1]:
+            depths = range(1, one.out.accepted[-1] + 1)
+            unchanged = math.prod(map(estimate.mean, depths))
+            changed = waited / PASSAGE * AFRESH ** len(depths)
+            if depths and changed > unchanged:
                 estimate.restart(self.confidences[0][slot] if self.confidences else None)
 
     def _teach_ranks(self, rejected: Sequence[tuple[int, int]]) -> None:

@@ -18,6 +18,8 @@ from operator import is_
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from outrider.conf.errors import ConfigError
 from outrider.models.decode.acceptance import CALIBRATED, GUESSED, Acceptance, RequestAcceptance
@@ -27,6 +29,7 @@ from outrider.models.decode.auto.choice import ChainCosts, Choice
 from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situation
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, PlainRow
 from outrider.models.decode.auto.outcomes import Round
+from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import covers, read_or_measure
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
@@ -37,7 +40,7 @@ from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.decode.rules.rule_table import BEST, COUPLED, BoundRule, bind_rule, check_draft
 from outrider.models.decode.tree import Tree
-from outrider.models.drafting.drafter import Absorbed, Drafter
+from outrider.models.drafting.drafter import Absorbed, Drafter, LookingDrafter
 from outrider.models.target.target import Target, TargetStates
 
 LEAST_ROWS = 512  # of the texts that costs are measured for: longer ones may come
@@ -57,6 +60,7 @@ class Auto:
         file: of the cost table; None: in the user's cache.
         first_plain: plain rounds of each size of the batch before its first draft, which measure
             plain decoding.
+        table: measured acceptance of the drafter by depth and rank, which estimates begin with.
         notes: sentences on the cost table, for the user.
     """
 
@@ -67,6 +71,7 @@ class Auto:
     eps: float = 0.03
     file: Path | None = None
     first_plain: int = 3
+    table: Float[Tensor, "D K"] | None = None
     notes: list[str] = field(default_factory=list)
     branches = True
 
@@ -75,7 +80,7 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
-        self._acceptance = dict[bool, Acceptance]()  # of drawn tokens, and of others
+        self._acceptance = dict[tuple[str, bool], Acceptance]()  # of drawn tokens, and of others
         self._weight = GUESSED  # of the drafter's confidence
         self._drafter: DeferredDrafter | None = None
         self._round: Round | None = None
@@ -145,12 +150,17 @@ class Auto:
             self.controller = Controller(costs, self.eps, *limits)
         self.controller.costs = costs
 
-    def _shared(self, drawn: bool) -> Acceptance:
-        """Return the estimates of all requests whose draft tokens are drawn, or are not."""
-        if drawn not in self._acceptance:
+    def _shared(self, kind: str, drawn: bool) -> Acceptance:
+        """Return the estimates of all requests whose draft tokens are drawn, or are not.
+
+        Args:
+            kind: LOOK_UP, or "" for drafts by weights.
+        """
+        if (kind, drawn) not in self._acceptance:
             weight = GUESSED if drawn else self._weight
-            self._acceptance[drawn] = Acceptance(weight, drawn)
-        return self._acceptance[drawn]
+            table = None if kind else self.table
+            self._acceptance[kind, drawn] = Acceptance(weight, drawn, table)
+        return self._acceptance[kind, drawn]
 
     # ---- a round ----
 
@@ -161,18 +171,26 @@ class Auto:
         control = self.controller
         assert control is not None, "prepare() comes first"
         self._begin(control, active)
-        if (
-            not (why := control.reason_for_plain(len(active)))
-            and max(one.room for one in active) > 0
-        ):
+        length = _mean_length(active)
+        plain = control.costs.seconds(PLAIN, len(active), length).total
+        why = control.reason_for_plain(len(active), plain, self._look_seconds(control, active))
+        if not why and max(one.room for one in active) > 0:
             for one in active:  # plain rounds do not keep it
                 one.root = torch.tensor(one.out.ids[-1:], device=self._device)
             return True
-        length = _mean_length(active)
-        plain = control.costs.seconds(PLAIN, len(active), length).total
         choice = Choice(PLAIN, float(len(active)), plain, self._gain, why or LAST)
         self._record(control, Round(list(active), (), choice, plain), length)
         return False
+
+    def _look_seconds(self, control: Controller, active: Sequence[ActiveRequest]) -> float | None:
+        """Return the expected seconds of looking; None: the drafter does not look first."""
+        if self._drafter is None or not isinstance(self._drafter.inner, LookingDrafter):
+            return None
+        states: list[Deferred] = [one.state for one in active]  # type: ignore[misc]
+        row = control.costs.read_seconds(len(active))
+        if self._drafter.look_seconds is not None:
+            row = min(row, self._drafter.look_seconds)
+        return row * sum(state.rows for state in states)
 
     def defer(
         self, active: Sequence[ActiveRequest], prefix: Sequence[int], states: TargetStates
@@ -195,17 +213,28 @@ class Auto:
         assert control is not None, "prepare() comes first"
         if isinstance(context.drafter, DeferredDrafter):  # engines may share this policy
             self._drafter = context.drafter
+        assert self._drafter is not None, "the engine wraps the drafter first"
         length = _mean_length(requests)
         deepest = max(0, min(self.depth, context.max_depth, max(context.depth_limits)))
-        costs = ChainCosts.of(control.costs, len(requests), length, deepest)
         states: Sequence[Deferred] = context.states  # type: ignore[assignment]
-        waiting = [max(0, state.rows - ABSORBED_ROWS) for state in states]
-        control.shared = self._shared(drawn=self.draft != BEST and not context.sampling.greedy)
-        estimates = [_estimate(one, control.shared) for one in requests]
+        unread = self._drafter.look(states)
+        kinds = [LOOK_UP if rows is None else "" for rows in unread]
+        kind = min(kinds)  # the weights draft for all, if for one
+        costs = ChainCosts.of(control.costs, len(requests), length, deepest, kind)
+        waiting = [max(0, (rows or 0) - ABSORBED_ROWS) for rows in unread]
+        drawn = self.draft != BEST and not context.sampling.greedy
+        control.shared = self._shared(kind, drawn)
+        estimates = [
+            _estimate(one, own, self._shared(own, drawn))
+            for one, own in zip(requests, kinds, strict=True)
+        ]
         left = [control.tokens_left(one) for one in requests]
-        now = Situation(estimates, context.depth_limits, costs, length, waiting, left)
+        now = Situation(estimates, context.depth_limits, costs, length, waiting, left, kind)
         choice = control.choose(now)
-        last = Round(list(requests), estimates, choice, costs.total(0), vocab=context.vocab)
+        if choice.shape != PLAIN and not kind:
+            self._drafter.use_cost(max(0.0, choice.seconds / costs.total(0) - 1))
+        plain = costs.total(0)
+        last = Round(list(requests), estimates, choice, plain, kind, vocab=context.vocab)
         own = Stopwatch.clock() - self._start
         draft = self._draft(control, context, now, choice, last)
         self._record(control, last, length)
@@ -215,7 +244,7 @@ class Auto:
     def _record(self, control: Controller, last: Round, length: int) -> None:
         """Keep a round until its outcome is known."""
         last.table = _table_seconds(control.costs, last, length, last.shape, last.verified)
-        if last.shape.kind == "chain" and last.tree is None:
+        if last.kind == "chain" and last.tree is None:
             first = chain_shape(1), chain_shape(min(1, last.verified.depth))
             last.levels = last.table - _table_seconds(control.costs, last, length, *first)
         label, gain = last.label, last.choice.gain
@@ -306,14 +335,14 @@ def _table_seconds(
     """Return the table's seconds of a round that drafts and verifies these shapes."""
     parts = (costs.table_seconds(s, len(last.requests), length) for s in (drafted, verified))
     draft, other = (part[i] for i, part in enumerate(parts))
-    return draft + other
+    return other if last.draft_kind else draft + other
 
 
-def _estimate(one: ActiveRequest, shared: Acceptance) -> RequestAcceptance:
-    """Return the estimates of a request, which it keeps."""
-    if one.acceptance is None:
-        one.acceptance = RequestAcceptance(shared)
-    return one.acceptance
+def _estimate(one: ActiveRequest, kind: str, shared: Acceptance) -> RequestAcceptance:
+    """Return the estimates of a request for drafts of a kind, which it keeps."""
+    if kind not in one.acceptance:
+        one.acceptance[kind] = RequestAcceptance(shared)
+    return one.acceptance[kind]
 
 
 def _mean_length(requests: Sequence[ActiveRequest]) -> int:

@@ -19,6 +19,7 @@ from outrider.models.decode.costs.pace import LARGEST, SMALLEST, Pace
 from outrider.models.decode.costs.round_costs import PLAIN
 
 READ = "read"  # rows that the drafter has missed
+LOOK_UP = "look-up"  # rounds whose draft needs no weights
 LEVELS = "levels"  # of a chain below the first
 FIRST = 5  # rounds whose median begins a factor
 MEMORY = 0.05  # weight of a round in a factor, after the first ones

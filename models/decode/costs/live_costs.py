@@ -82,8 +82,14 @@ class LiveCosts:
             factor * first.other + levels * (other - first.other),
         )
 
-    def chain_seconds(self, batch: int, context: int, deepest: int) -> list[RoundSeconds]:
-        """Return the expected seconds of chains of 0, 1, .. deepest tokens."""
+    def chain_seconds(
+        self, batch: int, context: int, deepest: int, kind: str = ""
+    ) -> list[RoundSeconds]:
+        """Return the expected seconds of chains of 0, 1, .. deepest tokens.
+
+        Args:
+            kind: LOOK_UP for those that no weights draft: they take what is verified.
+        """
         key = batch, _half_octaves(context), deepest
         if key not in self._chains:
             shapes = map(chain_shape, range(deepest + 1))
@@ -91,7 +97,10 @@ class LiveCosts:
         plain, *chains = self._chains[key]
         factor = self.factors.value(PLAIN.kind, batch)
         out = [RoundSeconds(factor * plain.draft, factor * plain.other)]
-        if chains:
+        if kind:
+            factor = self.factors.value(kind, batch)
+            out += [RoundSeconds(0.0, factor * other) for _, other in chains]
+        elif chains:
             first, levels = chains[0], self.factors.value(LEVELS, batch)
             more = self.factors.value(FIRST_LEVEL.kind, batch) - levels
             draft, other = more * first.draft, more * first.other
@@ -102,9 +111,9 @@ class LiveCosts:
         """Expected seconds per row of reading many rows that the drafter has missed."""
         return self.factors.value(READ, batch) * self.times.read / 1000
 
-    def upper(self, shape: DraftShape, batch: int) -> float:
-        """Return the factor on the expected seconds that few rounds of this shape exceed."""
-        return 1 + 2 * self.factors.of(shape.kind, batch).spread
+    def upper(self, kind: str, batch: int) -> float:
+        """Return the factor on the expected seconds that few rounds of this kind exceed."""
+        return 1 + 2 * self.factors.of(kind, batch).spread
 
     def observe(
         self,
