@@ -53,11 +53,11 @@ def test_the_estimate_lags_where_machine_and_text_change_often(
 ) -> None:
     """Drafts are right and wrong for `period` tokens, by turns, and steps are dearer for others.
 
-    Up to 2 c0 are needed.
+    Up to 1.75 c0 are needed.
     """
     equal, beyond = _alternating(period, pace_period, factor, clock, monkeypatch)
     assert equal
-    assert beyond <= 2 * SLACK * STEP
+    assert beyond <= 1.75 * SLACK * STEP
 
 
 def _alternating(
@@ -118,14 +118,14 @@ def test_good_drafts_go_on_while_the_machine_changes(
 def test_the_estimate_lags_where_drafts_become_dearer(
     times: float, right: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 100 tokens a level takes so many times as long: up to 3.4 c0 are needed."""
+    """After 100 tokens a level takes so many times as long: the bound holds."""
     engine, plain, seconds = taught_engine(lambda n: chance(n) < right, clock, monkeypatch)
     start = clock.now
     for event in engine.run([Request(PROMPT, COUNT)], 1):
         if len(event.out.ids) >= 100:
             monkeypatch.setattr(simulated_clock, "LEVEL", times * LEVEL)
     assert event.out.ids == plain.ids
-    assert clock.now - start <= (1 + EPS) * seconds + 3.45 * SLACK * STEP
+    assert clock.now - start <= (1 + EPS) * seconds + SLACK * STEP
 
 
 def test_dearer_drafts_are_not_taken_for_a_slower_machine(
