@@ -33,7 +33,7 @@ from outrider.eval.decoder import Chat as Dialogue
 from outrider.eval.decoder import Decoder, Piece, Result
 from outrider.eval.metrics import ratio
 from outrider.eval.open_drafter import find_drafter, require_single_process
-from outrider.eval.rank_tables import tables_beside
+from outrider.eval.rank_tables import tables_of
 from outrider.eval.report import format_number
 from outrider.eval.report_auto import choice_shares
 from outrider.eval.requests import PLAIN, GenerationSettings
@@ -80,7 +80,7 @@ def chat(
     if config.eval.drafter is None:  # a published one may end drafts earlier: `depth_warning`
         config = adapt(config, Reporter(console).note)
     folder = find_drafter(config)
-    policy = policy_beside(config.decode, folder, tables_beside(folder))
+    policy = policy_beside(config.decode, folder, tables_of(folder, config.drafter))
     decoder = Decoder.from_config(config, policy)
     exempt_objects()
     sampling = sampling_of(config.decode, decoder.target.vocab_size)

@@ -31,7 +31,7 @@ from outrider.data.tokenise import prompt_ids
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
-from outrider.eval.rank_tables import tables_beside
+from outrider.eval.rank_tables import tables_of
 from outrider.eval.requests import (
     PLAIN,
     GenerationOptions,
@@ -105,7 +105,7 @@ class Decoder:
         """
         Args:
             drafter: None allows plain decoding only.
-            tables: acceptance by rank, for static trees.
+            tables: acceptance by rank, for static trees and the first estimates of "auto".
         """
         check_policy(policy)
         self.target, self.tokenizer = target, tokenizer
@@ -184,12 +184,13 @@ class Decoder:
             drafters.check(untrained, shape)
         target, tokenizer, _ = load_target(of_target, process.device())
         if untrained is not None:
-            return cls(target, tokenizer, build_untrained(untrained, target), policy)
+            drafter = build_untrained(untrained, target)
+            return cls(target, tokenizer, drafter, policy, tables_of(None, untrained))
         if folder is None:
             return cls(target, tokenizer, None, PLAIN)
         drafter, _ = formats.load(folder, target)
         attach_calibration(drafter, folder)
-        decoder = cls(target, tokenizer, drafter, policy, tables_beside(folder))
+        decoder = cls(target, tokenizer, drafter, policy, tables_of(folder, None))
         decoder.changed, decoder.folder = drafter.patch_target(target), folder
         return decoder
 

@@ -42,6 +42,7 @@ from outrider.models.decode import tree_shapes
 from outrider.models.decode.rules.gumbel_coupling import log_exponential
 from outrider.models.decode.sampling import draw
 from outrider.models.decode.warping import warp
+from outrider.models.drafters.parts.part import folder_of
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Guess, Trace
 from outrider.models.target.target import Target
@@ -225,6 +226,17 @@ def tables_beside(drafter: Path | None) -> dict[str, Tensor] | None:
     if drafter is None:
         return None
     return read_tables(drafter) or read_tables(drafter.parent)
+
+
+def tables_of(folder: Path | None, drafter: Any) -> dict[str, Tensor] | None:
+    """Read the tables beside a drafter; of one without a folder, those of its trained part.
+
+    Args:
+        drafter: its settings.
+    """
+    path = getattr(drafter, "trained", None) if folder is None else None
+    path = path.get("path") if isinstance(path, dict) else path
+    return tables_beside(folder_of(path) if isinstance(path, str) else folder)
 
 
 def read_tables(folder: Path) -> dict[str, Tensor] | None:

@@ -17,7 +17,7 @@ from outrider.data.reporter import Reporter
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.decoder import Decoder
 from outrider.eval.open_drafter import find_drafter, require_single_process
-from outrider.eval.rank_tables import tables_beside
+from outrider.eval.rank_tables import tables_of
 from outrider.models.adapt import adapt
 from outrider.models.decode.from_config import depth_warning
 from outrider.models.decode.policy import Policy
@@ -42,7 +42,7 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
         if config.eval.drafter is None:  # a published one may end drafts earlier: `depth_warning`
             config = adapt(config, Reporter(console).note)
         folder = find_drafter(config)
-        tables = tables_beside(folder)
+        tables = tables_of(folder, config.drafter)
         policy = policy_beside(config.decode, folder, tables)
         decoder = Decoder.from_config(config, policy)
         exempt_objects()

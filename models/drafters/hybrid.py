@@ -47,6 +47,7 @@ WAITING = 64  # rows that the trained drafter has not read, at most, but for dec
 PIECE = 512  # rows that it reads at once
 KEEP = 0.95  # weight of the rounds before, after every round
 COST = 0.2  # of a trained draft, in steps of the target, until it is given or measured
+MOST = 2**31  # tokens of a draft
 PRIOR = 2.0  # rounds, or look-up tokens, that the first estimates stand for
 
 
@@ -109,15 +110,16 @@ class Record:
     accepted: float = 0.0
     rounds: float = 0.0
 
-    def after(self, draft: Draft, tokens: Sequence[int], both: bool) -> "Record":
+    def after(self, draft: Draft, tokens: Sequence[int], both: bool, most: int = MOST) -> "Record":
         """Return the record after the tokens that follow a text.
 
         Args:
             draft: of the look-up for that text.
             both: the trained drafter has drafted too.
+            most: tokens of a draft; more follow where the user has gone on.
         """
         hits, guesses = _hits(draft, tokens)
-        accepted = KEEP * self.accepted + both * (len(tokens) - 1)
+        accepted = KEEP * self.accepted + both * min(len(tokens) - 1, most)
         return Record(
             KEEP * self.hits + hits, KEEP * self.guesses + guesses, accepted,
             KEEP * self.rounds + both,
@@ -261,6 +263,9 @@ class Hybrid(LookingDrafter):
     def rows_to_read(self, state: HybridState) -> int | None:
         return _rows(state.waiting) if state.both else None
 
+    def without_weights(self, state: HybridState) -> tuple[HybridState, bool]:
+        return replace(state, both=False), bool(state.draft)
+
     def read_waiting(self, states: Sequence[HybridState]) -> list[HybridState]:
         out = list(states)
         while late := [
@@ -281,7 +286,9 @@ class Hybrid(LookingDrafter):
         draft, record = self.lookup.draft_after(text), Record()
         if state is not None:
             tokens = trace.next_ids[0].tolist()
-            record = state.record.after(state.draft, tokens, state.both and state.drafted)
+            record = state.record.after(
+                state.draft, tokens, state.both and state.drafted, self.max_depth
+            )
         alone = record.prefers_lookup(draft, self.cfg.depths, self.levels, self.cost)
         if state is None:
             return HybridState(text, draft, record, not alone, waiting=(trace,))

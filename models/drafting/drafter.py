@@ -343,7 +343,7 @@ class Drafter(nn.Module):
         return cls.run_target is not Drafter.run_target
 
     def use_cost(self, cost: float) -> None:
-        """Set the measured time of its longest draft, in steps of the target; by default unused."""
+        """Set the expected time of its draft, in steps of the target; by default unused."""
 
     def finish(self, answer: Sequence[int]) -> None:
         """Read a finished answer, its new tokens; by default it is not used."""
@@ -382,6 +382,10 @@ class LookingDrafter(BatchDrafter):
 
     def rows_to_read(self, state: State) -> int | None:
         """Return how many rows the next draft must read first; None: it needs no weights."""
+        raise NotImplementedError
+
+    def without_weights(self, state: State) -> tuple[State, bool]:
+        """Return the state whose next draft needs no weights, and whether that drafts anything."""
         raise NotImplementedError
 
     def read_waiting(self, states: Sequence[State]) -> list[State]:

@@ -66,6 +66,7 @@ class Situation:
         waiting: per request, rows that the drafter has missed, beyond those of an ordinary round.
         left: per request, the tokens that its answer is expected to have left.
         kind: of the next draft: LOOK_UP if it needs no weights, else "".
+        looked: seconds that looking at many rows has taken in this round.
     """
 
     estimates: Sequence[RequestAcceptance]
@@ -75,6 +76,7 @@ class Situation:
     waiting: Sequence[int]
     left: Sequence[float]
     kind: str = ""
+    looked: float = 0.0
 
     @cached_property
     def read_per_token(self) -> float:
@@ -106,8 +108,10 @@ class Controller:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.eps)
         self._since_plain = self._wait = self._failures = 0
-        self._off = self._probed = self._drafted = self._waiting = False
-        self._own = 0.0  # seconds of a choice that ends in a plain round
+        self._off = self._probed = self._drafted = False
+        self.weights_wait = False  # the next draft may be a look-up alone
+        self._own = 0.0  # seconds of a choice after which nothing is verified
+        self._gain = 1.0  # expected of the last choice that was compared
         self._waited = 0  # rounds since one drafted with weights
         self._refresh, self._plain = FIRST_REFRESH, PlainRounds()
         self._answers, self._length = 1, float(AMORTISED)  # that have ended, and their mean length
@@ -168,12 +172,13 @@ class Controller:
         if self._plain.needed(batch, self.first_plain):
             return MEASURES
         self._wait -= 1
-        self._waiting = self._wait >= 0
-        if self._waiting and (look is None or not self._looks_cheaply(plain)):
+        self.weights_wait = self._wait >= 0
+        if self.weights_wait and (look is None or not self._looks_cheaply(plain)):
             return OFF if self._off else HELD
         if look and self.ledger.missing(look) > 0:
             return HELD
-        if not self._off and self._is_due():
+        still_drafts = not self._off or self._since_plain > 0  # look-ups go on while it is off
+        if (still_drafts or self._burst) and self._is_due():
             return MEASURES
         return ""
 
@@ -209,10 +214,12 @@ class Controller:
             self.ledger.step = plain.seconds  # c0, now that plain rounds have been measured
         if now.kind == LOOK_UP and self._looks_cheaply(now.costs.total(0)):
             return self._look_up(now, plain, deepest)
-        if self._waiting:
+        plain = plain._replace(gain=self._gain)
+        if self.weights_wait:
             return plain._replace(why=OFF if self._off else HELD)
         choices = self._candidates(now, plain, deepest)
         best = max(choices, key=lambda one: one.rate)
+        self._gain = best.gain
         plain = plain._replace(gain=best.gain)
         self._turn(best.gain)
         if self._wait > 0:
@@ -240,7 +247,7 @@ class Controller:
         allowed = (one for one in ranked if self.allows(one.shape, one.seconds, now))
         if (best := next(allowed, None)) is None:
             self._hold(now, choices)
-            return plain._replace(why=HELD)
+            return plain._replace(gain=ranked[0].gain, why=HELD)
         return best._replace(why=LOOKED_UP)
 
     def _turn(self, gain: float) -> None:
@@ -276,7 +283,7 @@ class Controller:
         rows = sum(one + ABSORBED_ROWS for one in now.waiting if one)
         reading = rows * self.costs.read_seconds(len(now.rooms))
         upper = self.costs.upper(now.kind or shape.kind, len(now.rooms))
-        return seconds * upper + reading - now.costs.total(0)
+        return seconds * upper + reading + now.looked - now.costs.total(0)
 
     def allows(self, shape: DraftShape, seconds: float, now: Situation) -> bool:
         """Return whether the ledger allows a round, even if nothing is accepted."""
@@ -335,8 +342,9 @@ class Controller:
         """
         drafts, kind = last.shape.depth > 0, last.kind
         rows, reading = read if read[0] > LEAST_WAIT * len(last.requests) else (0, 0.0)
-        extra = reading if drafts else last.own  # deciding is part of a drafted round's time
-        batch, measured = len(last.requests), last.seconds - extra
+        # deciding is part of a drafted round's time, but for looking at many rows
+        apart = last.looked if drafts else last.own
+        batch, measured = len(last.requests), last.seconds - apart - reading * drafts
         cold = not drafts and self._since_plain > 0
         seconds = self.costs.observe(
             kind, last.table, measured, last.levels, batch, learns=not cold
@@ -344,14 +352,18 @@ class Controller:
         self.ledger.paused += max(0.0, measured - seconds)
         if rows and self.costs.times.read:
             table = rows * self.costs.times.read / 1000
-            extra = self.costs.observe(READ, table, reading, batch=batch)
-            self.ledger.paused += max(0.0, reading - extra)
+            counted = self.costs.observe(READ, table, reading, batch=batch)
+            self.ledger.paused += max(0.0, reading - counted)
+            reading = counted
         if self.costs.still == STILL:
             warnings.warn(f"The {STOPPED}, so that decode=auto drafts nothing.", stacklevel=2)
         worth = last.tokens * last.plain / len(last.requests) if drafts else seconds
+        extra = apart + reading * drafts
         self.ledger.add(seconds + extra, worth)
         self._plain.add(batch, not drafts and not cold)
         self._since_plain = self._since_plain + 1 if drafts else 0
+        if last.estimates and not last.verified.depth and (last.draft_kind or not drafts):
+            self._own += OWN * (last.own - last.looked - self._own)
         if drafts:
             self._learn_draft(last, seconds + extra - worth)
         else:
@@ -360,8 +372,6 @@ class Controller:
 
     def _learn_plain(self, last: Round) -> None:
         """Learn from a plain round, whose seconds the costs have learnt."""
-        if last.estimates:  # the candidates were compared, or the text looked up
-            self._own += OWN * (last.own - self._own)
         pace = self.costs.factors.pace
         self._pace = pace.value
         if pace.jumps != self._jumps:
@@ -375,7 +385,9 @@ class Controller:
             cost: seconds beyond what plain decoding takes for its tokens.
         """
         probe, batch, plain = last.choice.why == PROBE, len(last.requests), last.plain
-        self._drafted, self._probed = True, probe
+        self._drafted = True
+        if probe or not last.draft_kind:  # a look-up says nothing of what was tried
+            self._probed = probe
         if probe:
             last.restart(self._waited)
             # a pause of the machine is not what drafts cost

@@ -26,7 +26,8 @@ from outrider.models.drafting.drafter import (
 from outrider.models.interface import Trace
 from outrider.models.target.target import TargetStates
 
-LOOK = 0.1  # weight of a look in their mean seconds
+LONG = 16  # rows per request of a look, beyond which its seconds are counted by themselves
+LOOK, LOOK_ROW = 0.5, 2e-5  # weight of such a look in the mean seconds of a row; before the first
 PIECE = 512  # rows that are absorbed at once
 
 
@@ -72,10 +73,9 @@ class DeferredDrafter(DelegatingDrafter):
 
     Attributes:
         read: rows and seconds of the last reading.
-        look_seconds: per row, of looking; None before the first.
+        looked: seconds of the last look, if it had many rows; 0 otherwise.
+        look_row: expected seconds per row of such a look.
     """
-
-    look_seconds: float | None
 
     def __init__(
         self, drafter: Drafter, on_finish: Callable[[int], None], device: torch.device
@@ -87,7 +87,7 @@ class DeferredDrafter(DelegatingDrafter):
         """
         super().__init__(drafter)
         self.on_finish, self.device = on_finish, device
-        self.read, self.look_seconds = (0, 0.0), None
+        self.read, self.looked, self.look_row = (0, 0.0), 0.0, LOOK_ROW
 
     def absorb_batch(self, states: Sequence[Any], traces: Sequence[Trace]) -> list[State]:
         return [
@@ -113,9 +113,19 @@ class DeferredDrafter(DelegatingDrafter):
         if rows := sum(one.rows for one in states):
             watch = Stopwatch(self.device)
             self._absorb_waiting(states, self.inner.look)
-            row, before = watch.lap() / rows, self.look_seconds
-            self.look_seconds = row if before is None else before + LOOK * (row - before)
+            seconds, self.looked = watch.lap(), 0.0
+            if rows > LONG * len(states):
+                self.looked = seconds
+                self.look_row += LOOK * (seconds / rows - self.look_row)
         return [self.inner.rows_to_read(one.absorbed.state) for one in states]
+
+    def skip_weights(self, states: Sequence[Deferred]) -> bool:
+        """Make the next draft one that needs no weights; return whether it drafts anything."""
+        assert isinstance(self.inner, LookingDrafter), "the controller waits with its weights"
+        found = [self.inner.without_weights(one.absorbed.state) for one in states]
+        for one, (state, _) in zip(states, found, strict=True):
+            one.absorbed = one.absorbed._replace(state=state)
+        return any(drafts for _, drafts in found)
 
     def end_draft(self, state: Deferred, drafted: State, depth: int) -> Deferred:
         new = self.inner.end_draft(state.absorbed.state, drafted, depth)

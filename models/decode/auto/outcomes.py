@@ -14,7 +14,7 @@ from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.decode.tree import Tree
 from outrider.models.drafting.vocab import DraftVocab
 
-PASSAGE = 12  # mean tokens before a text changes: a guess
+PASSAGE = 12  # rounds in which a text changes once, on average: a guess
 
 
 @dataclass
@@ -24,10 +24,11 @@ class Round:
     Attributes:
         choice: what was planned.
         plain: expected seconds of a plain round in its place.
-        draft_kind: LOOK_UP, or "" for drafts by weights.
+        kinds: per request LOOK_UP, or "" for drafts by weights.
         table: seconds of the drafted shape by the measured table alone.
         levels: the part of `table` that levels of a chain below the first add.
-        own: seconds of the controller itself.
+        own: seconds of the controller itself, looking included.
+        looked: the part of `own` in which many rows were looked at.
         drafted: the chain that the drafter has computed, which may end earlier or later.
         confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
         tree: of a round that drafted a tree.
@@ -40,11 +41,12 @@ class Round:
     estimates: Sequence[RequestAcceptance]
     choice: Choice
     plain: float
-    draft_kind: str = ""
+    kinds: Sequence[str] = ()
     vocab: DraftVocab | None = None
     table: float = 0.0
     levels: float = 0.0
     own: float = 0.0
+    looked: float = 0.0
     drafted: DraftShape | None = None
     confidences: Sequence[Sequence[float]] = ()
     logits: Sequence[Tensor] = ()
@@ -60,6 +62,11 @@ class Round:
     def shape(self) -> DraftShape:
         """What was drafted."""
         return self.drafted or self.choice.shape
+
+    @property
+    def draft_kind(self) -> str:
+        """LOOK_UP, or "" if a request drafts by weights."""
+        return min(self.kinds, default="")
 
     @property
     def kind(self) -> str:
@@ -122,9 +129,11 @@ class Round:
         That is, where so many accepted tokens are improbable enough by the estimates.
 
         Args:
-            waited: plain rounds before this one, in which it may have changed.
+            waited: rounds since the weights drafted, in which it may have changed.
         """
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
+            if self.kinds and self.kinds[slot]:
+                continue
             depths = range(1, one.out.accepted[-1] + 1)
             unchanged = math.prod(map(estimate.mean, depths))
             changed = waited / PASSAGE * AFRESH ** len(depths)

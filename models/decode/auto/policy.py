@@ -80,7 +80,9 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
-        self._acceptance = dict[tuple[str, bool], Acceptance]()  # of drawn tokens, and of others
+        self._acceptance = dict[
+            tuple[str, bool], Acceptance
+        ]()  # by kind, and whether tokens are drawn
         self._weight = GUESSED  # of the drafter's confidence
         self._drafter: DeferredDrafter | None = None
         self._round: Round | None = None
@@ -121,6 +123,7 @@ class Auto:
             self.controller = None  # its costs are those of another drafter
             self._weight = GUESSED if drafter.calibration is None else CALIBRATED
             self._acceptance.clear()
+            self.table = self.table if self._drafter is None else None  # that of another drafter
         self._drafter = DeferredDrafter(drafter, self._end_answer, target.device)
         return self._drafter
 
@@ -173,7 +176,7 @@ class Auto:
         self._begin(control, active)
         length = _mean_length(active)
         plain = control.costs.seconds(PLAIN, len(active), length).total
-        why = control.reason_for_plain(len(active), plain, self._look_seconds(control, active))
+        why = control.reason_for_plain(len(active), plain, self._look_seconds(active))
         if not why and max(one.room for one in active) > 0:
             for one in active:  # plain rounds do not keep it
                 one.root = torch.tensor(one.out.ids[-1:], device=self._device)
@@ -182,15 +185,12 @@ class Auto:
         self._record(control, Round(list(active), (), choice, plain), length)
         return False
 
-    def _look_seconds(self, control: Controller, active: Sequence[ActiveRequest]) -> float | None:
+    def _look_seconds(self, active: Sequence[ActiveRequest]) -> float | None:
         """Return the expected seconds of looking; None: the drafter does not look first."""
         if self._drafter is None or not isinstance(self._drafter.inner, LookingDrafter):
             return None
         states: list[Deferred] = [one.state for one in active]  # type: ignore[misc]
-        row = control.costs.read_seconds(len(active))
-        if self._drafter.look_seconds is not None:
-            row = min(row, self._drafter.look_seconds)
-        return row * sum(state.rows for state in states)
+        return self._drafter.look_row * sum(state.rows for state in states)
 
     def defer(
         self, active: Sequence[ActiveRequest], prefix: Sequence[int], states: TargetStates
@@ -218,6 +218,8 @@ class Auto:
         deepest = max(0, min(self.depth, context.max_depth, max(context.depth_limits)))
         states: Sequence[Deferred] = context.states  # type: ignore[assignment]
         unread = self._drafter.look(states)
+        if control.weights_wait and self._drafter.skip_weights(states):
+            unread = [None] * len(states)
         kinds = [LOOK_UP if rows is None else "" for rows in unread]
         kind = min(kinds)  # the weights draft for all, if for one
         costs = ChainCosts.of(control.costs, len(requests), length, deepest, kind)
@@ -229,12 +231,14 @@ class Auto:
             for one, own in zip(requests, kinds, strict=True)
         ]
         left = [control.tokens_left(one) for one in requests]
-        now = Situation(estimates, context.depth_limits, costs, length, waiting, left, kind)
+        limits, looked = context.depth_limits, self._drafter.looked
+        now = Situation(estimates, limits, costs, length, waiting, left, kind, looked)
         choice = control.choose(now)
-        if choice.shape != PLAIN and not kind:
-            self._drafter.use_cost(max(0.0, choice.seconds / costs.total(0) - 1))
+        if (depth := min(choice.shape.depth, deepest)) and not kind:
+            self._drafter.use_cost(costs.draft[depth] / costs.other[depth])
         plain = costs.total(0)
-        last = Round(list(requests), estimates, choice, plain, kind, vocab=context.vocab)
+        last = Round(list(requests), estimates, choice, plain, kinds, vocab=context.vocab)
+        last.looked = looked
         own = Stopwatch.clock() - self._start
         draft = self._draft(control, context, now, choice, last)
         self._record(control, last, length)
