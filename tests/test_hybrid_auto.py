@@ -29,7 +29,6 @@ from tests.simulated_clock import (
     auto_engine,
     chance,
     guesses,
-    plain_answer,
     timed_target,
 )
 from tests.test_hybrid import FixedPart, combine
@@ -53,6 +52,8 @@ class ScriptedLookup(LookupDrafter):
         super(LookupDrafter, self).__init__(tiny_config(), tiny.mean_target(), full(), ())
         self.script, self.prompt, self.drafts, self.right = list(text), prompt, drafts, right
 
+    clock, row_seconds = Clock(), 0.0
+
     def new_index(self) -> TextIndex:
         raise NotImplementedError
 
@@ -60,6 +61,7 @@ class ScriptedLookup(LookupDrafter):
         raise NotImplementedError
 
     def absorb(self, state: Any, trace: Trace) -> Any:
+        self.clock.add(self.row_seconds * trace.ids.shape[1])
         return Place((1 if state is None else state.length) + trace.ids.shape[1])
 
     def draft_after(self, state: Any) -> Draft:
@@ -98,17 +100,23 @@ def hybrid_case(
     drafts: Right,
     found: Right,
     guessed: Right,
+    prompt: Sequence[int] = PROMPT,
+    row_seconds: float = 0.0,
+    count: int = COUNT,
 ) -> Case:
     """
     Args:
         drafts: where the look-up drafts.
         found, guessed: where the look-up and the trained drafter are right.
+        row_seconds: of looking.
     """
-    target = timed_target(clock, monkeypatch)
-    plain, seconds = plain_answer(target, clock)
-    trained = TimedDrafter(guesses(plain.ids, PROMPT, guessed), clock)
+    target, start = timed_target(clock, monkeypatch), clock.now
+    plain = Engine(target, None, None).generate(prompt, count)
+    seconds = clock.now - start
+    trained = TimedDrafter(guesses(plain.ids, prompt, guessed), clock)
     part = FixedPart("drafter.lookup", "")
-    part.drafter = ScriptedLookup([*PROMPT, *plain.ids], len(PROMPT), drafts, found)
+    part.drafter = lookup = ScriptedLookup([*prompt, *plain.ids], len(prompt), drafts, found)
+    lookup.clock, lookup.row_seconds = clock, row_seconds
     with monkeypatch.context() as patch:
         patch.setattr(hybrid, "LOOKUP", part)
         patch.setattr(hybrid.Config, "__post_init__", lambda _: None)
@@ -187,3 +195,67 @@ def test_a_look_up_is_used_at_once_where_the_trained_drafter_is_off(
     assert made.auto.controller is not None
     assert waited.count("plain") <= 2
     assert len(waited) <= 12
+
+
+def test_the_bound_holds_where_rows_become_dearer_while_look_ups_go_on(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trained drafter is off; verified rows take six times as long from token 300 on.
+
+    Plain rounds are measured between look-ups: else the pace would follow these alone.
+    """
+    right: Right = lambda n: n < 300 or chance(n) < 0.55  # noqa: E731
+    made = hybrid_case(clock, monkeypatch, lambda n: n >= 100, right, never, count=2500)
+    start, extra = clock.now, 0.0
+    real = tiny.MeanTarget.forward
+    length = 0
+
+    def dearer(self: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal extra
+        if length > 300:
+            extra += 5 * ROW * (ids.numel() - len(ids))
+            clock.add(5 * ROW * (ids.numel() - len(ids)))
+        return real(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(tiny.MeanTarget, "forward", dearer)
+    for event in made.engine.run([Request(PROMPT, 2500)], 1):
+        length = len(event.out.ids)
+    assert extra > 0
+    assert clock.now - start <= (1 + EPS) * made.seconds + SLACK * STEP
+
+
+@pytest.mark.parametrize("row_seconds", [5e-6, 2e-5])
+def test_looking_at_a_long_prompt_is_planned_and_counted(
+    row_seconds: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is right: the bound holds, and no look is taken for a pause of the machine."""
+    prompt = [n * 7 % 5 for n in range(430)]
+    made = hybrid_case(clock, monkeypatch, always, never, never, prompt, row_seconds)
+    for _ in range(3):
+        start = clock.now
+        out = made.engine.generate(prompt, COUNT)
+        assert out.ledger is not None
+        assert out.ledger.paused == 0
+        assert out.ledger.kept
+        assert clock.now - start <= (1 + EPS) * made.seconds + SLACK * STEP
+
+
+def test_a_look_at_a_prompt_does_not_make_later_looks_seem_dear(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [n * 7 % 5 for n in range(400)]
+    made = hybrid_case(clock, monkeypatch, lambda n: n >= 100, always, never, prompt, 1.5e-5)
+    for _ in range(3):
+        start = clock.now
+        made.engine.generate(prompt, COUNT)
+        assert clock.now - start < 0.6 * made.seconds
+
+
+def test_look_ups_do_not_hide_the_outcome_of_a_probe(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up for every third token; the trained drafter is never right, and seldom tried."""
+    made = hybrid_case(clock, monkeypatch, lambda n: n % 3 == 0, lambda n: n % 3 == 0, never)
+    before = made.trained.calls
+    made.engine.generate(PROMPT, COUNT)
+    assert made.trained.calls - before < 150

@@ -5,6 +5,10 @@ drafts, to see whether the text has changed; its cost is in the ledger. A new te
 plain rounds have earned what the dearest draft in vain has cost, if earlier drafts have not saved
 as much.
 
+A hybrid drafter tells from the text, before the choice, whether it looks the next draft up.
+Look-ups cost next to nothing: they are verified as far as that pays, also while no other draft
+does.
+
 While drafts pay, a round is plain after 8, 16, 32 and every REFRESH others, so that the seconds of
 plain decoding stay measured. So are the first rounds of every size of the batch, and of one that
 had none for long. Two are plain when the pace has changed, and when two rounds in turn differ much

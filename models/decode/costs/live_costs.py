@@ -1,8 +1,8 @@
 """Expected seconds of a round: a measured table, corrected by the times of the rounds themselves.
 
-A factor per kind of round (plain, chain, tree) and size of the batch (`factors.py`) carries what
-the table lacks: the decoder's own share and the processor's caches between forwards. The pace of
-the machine is common to all. Chains have a second factor for what levels below the first add: with
+A factor per kind of round (plain, chain, tree, look-up) and size of the batch (`factors.py`)
+carries what the table lacks: the decoder's own share and the processor's caches between forwards.
+The pace of the machine is common to all. Chains have a second factor for what levels below the first add: with
 one alone, a table whose levels are too dear would keep chains at one token, and rounds of one token
 could not correct it. Contexts are rounded to halves of an octave, so that a round is looked up and
 seldom interpolated.
