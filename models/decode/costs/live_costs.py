@@ -2,10 +2,10 @@
 
 A factor per kind of round (plain, chain, tree, look-up) and size of the batch (`factors.py`)
 carries what the table lacks: the decoder's own share and the processor's caches between forwards.
-The pace of the machine is common to all. Chains have a second factor for what levels below the first add: with
-one alone, a table whose levels are too dear would keep chains at one token, and rounds of one token
-could not correct it. Contexts are rounded to halves of an octave, so that a round is looked up and
-seldom interpolated.
+The pace of the machine is common to all. Chains have a second factor for what levels below the
+first add: with one alone, a table whose levels are too dear would keep chains at one token, and
+rounds of one token could not correct it. Contexts are rounded to halves of an octave, so that a
+round is looked up and seldom interpolated.
 
 A measured time is not used, and the expected one is, where the clock has stood still or gone back,
 or where it is so long that the machine has paused: at most one of APART rounds of a kind is taken
