@@ -233,6 +233,7 @@ class Hybrid(LookingDrafter):
         self.cfg, self.vocab, self.taps = cfg, vocab, trained.taps
         self.levels = min(cfg.levels or int(settings["depths"]), cfg.depths, trained.max_depth)
         self.max_depth, self.chains_only = cfg.depths, trained.chains_only
+        self.bends = (self.levels,)
         self.cost = COST if cfg.cost is None else cfg.cost
 
     @classmethod

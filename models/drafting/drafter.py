@@ -101,6 +101,7 @@ class Drafter(nn.Module):
     # a row of its logits may be -inf everywhere: it drafts no child of that node
     may_abstain: ClassVar[bool] = False
     chains_only: bool = False  # its own layers are recurrent: a state follows one path of a tree
+    bends: tuple[int, ...] = ()  # depths after which a level takes another time than before
     extra_rows: int = 0  # rows that `run_target` adds after a tree at most, and drops again
     splits: tuple[int, ...] = ()  # layers of the target that start a range of its cache
     target_loss: Sequence[str] = ("soft_ce",)  # terms of the loss of guesses of depth 0

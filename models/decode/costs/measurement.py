@@ -6,6 +6,7 @@ one. It takes seconds; other points are linear, and the rounds correct the rest
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,17 +25,25 @@ LEAST_TOKENS = 9  # but of each prompt at least as many as those of an ordinary 
 BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
 
 
-def covers(times: MeasuredTimes, slots: int, rows: int, shape: tuple[int, int, int]) -> bool:
+def covers(
+    times: MeasuredTimes,
+    slots: int,
+    rows: int,
+    shape: tuple[int, int, int],
+    bends: Sequence[int] = (),
+) -> bool:
     """Return whether times may be used for batches of `slots` requests of `rows` rows.
 
     Args:
         shape: depth, width and nodes of the largest draft.
+        bends: of the drafter.
     """
     batches, contexts = times.target.axes["batch"], times.target.axes["context"]
     drafts, (depth, width, nodes) = times.draft.axes, shape
     drafted = drafts["depth"][-1] >= depth and drafts["width"][-1] >= (
         width if nodes > depth else 1
     )
+    drafted = drafted and all(one in drafts["depth"] for one in bends if one < depth)
     return drafted and batches[-1] >= slots and BEYOND * contexts[-1] >= rows
 
 
@@ -55,7 +64,7 @@ def read_or_measure(
     setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
     times, why = read_costs(file, setting)
-    if times is not None and covers(times, slots, rows, shape):
+    if times is not None and covers(times, slots, rows, shape, drafter.bends):
         return times, ""
     start = time.perf_counter()
     times = _measure(target, drafter, setting.name, slots, rows, shape)
@@ -82,5 +91,6 @@ def _measure(
     most = min(nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
     tokens = sorted({min(count, most) for count in VERIFIED})
     widths = (1, width) if nodes > depth else (1,)
-    grid = Grid(sorted({1, min(2, depth), depth}), widths, (), batches, contexts)
+    bends = [one for one in drafter.bends if one < depth]
+    grid = Grid(sorted({1, min(2, depth), depth, *bends}), widths, (), batches, contexts)
     return measure_forwards(target, drafter, name, tokens, grid, REPEATS)
