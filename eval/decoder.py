@@ -31,7 +31,7 @@ from outrider.data.tokenise import prompt_ids
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.open_drafter import build_untrained, find_drafter, published_folder
-from outrider.eval.rank_tables import tables_of
+from outrider.eval.rank_tables import tables_beside, tables_of
 from outrider.eval.requests import (
     PLAIN,
     GenerationOptions,
@@ -190,7 +190,7 @@ class Decoder:
             return cls(target, tokenizer, None, PLAIN)
         drafter, _ = formats.load(folder, target)
         attach_calibration(drafter, folder)
-        decoder = cls(target, tokenizer, drafter, policy, tables_of(folder, None))
+        decoder = cls(target, tokenizer, drafter, policy, tables_beside(folder))
         decoder.changed, decoder.folder = drafter.patch_target(target), folder
         return decoder
 

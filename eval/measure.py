@@ -33,7 +33,7 @@ from outrider.data.suite import eval_source, load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise
-from outrider.eval.rank_tables import read_tables
+from outrider.eval.rank_tables import read_tables, tables_of
 from outrider.eval.report import Mismatch, Report, format_number
 from outrider.eval.report_auto import answer_fields, summarise_auto
 from outrider.models.decode.engine import Engine
@@ -114,7 +114,8 @@ class Measurement:
         sampling = sampling_of(decode, target.vocab_size)
         run = Path(config.run.dir)
         own = run / "drafter" if config.eval.drafter is None else None
-        self.policy = policy = policy_beside(decode, own, read_tables(run))
+        tables = read_tables(run) or tables_of(None, config.drafter)
+        self.policy = policy = policy_beside(decode, own, tables)
         rule = rule_of(decode, policy)
         self.rule = rule.name
         self.fast = Engine(target, drafter, policy, sampling=sampling, stops=stops, rule=rule)

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.conf.compose import compose
 from outrider.conf.errors import ConfigError, RunError
 from outrider.eval.decoder import Decoder
+from outrider.eval.rank_tables import FORMAT, tables_of
 from outrider.launch.cli import main
 from outrider.models import drafters
 from outrider.models.decode.auto.policy import Auto
@@ -341,6 +342,30 @@ def test_costs_are_measured_where_the_trained_drafter_ends(
     assert times.draft.axes["depth"] == (1, 2, 3, 8)
     assert covers(times, 1, 64, (8, 1, 8), drafter.bends)
     assert not covers(times, 1, 64, (8, 1, 8), (4,))
+
+
+def test_the_text_of_a_user_is_no_accepted_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat: the rows of the last draft and those of the next prompt are absorbed together."""
+    scripted = tiny.ScriptedDrafter(tiny.random_logits(tiny.VOCAB), tiny.VOCAB)
+    drafter = combine(monkeypatch, tiny.target(), scripted, depths=4, cost=0.0)
+    text = list(range(3, 90))
+    (state,) = drafter.absorb_batch([None], [tiny_rows(text, 0, 5)])
+    state = replace(drafter.end_draft(state, state, 2), both=True)
+    (state,) = drafter.absorb_batch([state], [tiny_rows(text, 5, 80)])
+    assert state.record.accepted == 4
+
+
+def test_first_estimates_are_those_of_the_trained_part(tmp_path: Path) -> None:
+    table = [[0.4, 0.1], [0.3, 0.1]]
+    tables = dict.fromkeys(("best@0", "best@1", "drawn@1", "coupled@1"), table)
+    content: dict[str, Any] = {"format": FORMAT, "rows": [9, 9], **tables}
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "ranks.json").write_text(json.dumps(content))
+    for trained in (str(tmp_path), {"path": str(tmp_path / "drafter")}):
+        found = tables_of(None, Config(trained=trained))
+        assert found is not None
+        assert found["best@0"].tolist() == table
+    assert tables_of(None, None) is None
 
 
 # ---- rows ----------------------------------------------------------------------------------------

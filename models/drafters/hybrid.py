@@ -47,7 +47,6 @@ WAITING = 64  # rows that the trained drafter has not read, at most, but for dec
 PIECE = 512  # rows that it reads at once
 KEEP = 0.95  # weight of the rounds before, after every round
 COST = 0.2  # of a trained draft, in steps of the target, until it is given or measured
-MOST = 2**31  # tokens of a draft
 PRIOR = 2.0  # rounds, or look-up tokens, that the first estimates stand for
 
 
@@ -110,16 +109,15 @@ class Record:
     accepted: float = 0.0
     rounds: float = 0.0
 
-    def after(self, draft: Draft, tokens: Sequence[int], both: bool, most: int = MOST) -> "Record":
+    def after(self, draft: Draft, tokens: Sequence[int], both: bool) -> "Record":
         """Return the record after the tokens that follow a text.
 
         Args:
             draft: of the look-up for that text.
             both: the trained drafter has drafted too.
-            most: tokens of a draft; more follow where the user has gone on.
         """
         hits, guesses = _hits(draft, tokens)
-        accepted = KEEP * self.accepted + both * min(len(tokens) - 1, most)
+        accepted = KEEP * self.accepted + both * (len(tokens) - 1)
         return Record(
             KEEP * self.hits + hits, KEEP * self.guesses + guesses, accepted,
             KEEP * self.rounds + both,
@@ -287,9 +285,8 @@ class Hybrid(LookingDrafter):
         draft, record = self.lookup.draft_after(text), Record()
         if state is not None:
             tokens = trace.next_ids[0].tolist()
-            record = state.record.after(
-                state.draft, tokens, state.both and state.drafted, self.max_depth
-            )
+            tokens = tokens[: self.max_depth + 1]  # more follow where the user has gone on
+            record = state.record.after(state.draft, tokens, state.both and state.drafted)
         alone = record.prefers_lookup(draft, self.cfg.depths, self.levels, self.cost)
         if state is None:
             return HybridState(text, draft, record, not alone, waiting=(trace,))

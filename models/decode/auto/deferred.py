@@ -120,12 +120,14 @@ class DeferredDrafter(DelegatingDrafter):
         return [self.inner.rows_to_read(one.absorbed.state) for one in states]
 
     def skip_weights(self, states: Sequence[Deferred]) -> bool:
-        """Make the next draft one that needs no weights; return whether it drafts anything."""
+        """Make the next draft one without weights if that drafts anything; return whether."""
         assert isinstance(self.inner, LookingDrafter), "the controller waits with its weights"
         found = [self.inner.without_weights(one.absorbed.state) for one in states]
+        if not any(drafts for _, drafts in found):
+            return False
         for one, (state, _) in zip(states, found, strict=True):
             one.absorbed = one.absorbed._replace(state=state)
-        return any(drafts for _, drafts in found)
+        return True
 
     def end_draft(self, state: Deferred, drafted: State, depth: int) -> Deferred:
         new = self.inner.end_draft(state.absorbed.state, drafted, depth)
