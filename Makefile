@@ -11,6 +11,7 @@ ENGINES ?= vllm
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+CHECKED := --jaxtyping-packages=outrider,tests.first_checks# shapes and types, at run time
 
 # An active virtual environment must not affect the project's own.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
@@ -26,10 +27,10 @@ train: .venv/.stamp ## train EAGLE-3 on the embedded target and report its speed
 test: .venv/.stamp ## the tests, at most 10 minutes on two cores (ARGS="tests/test_token_rules.py")
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-# The first part checks shapes and types at run time, which slow tests have no time for. Fuzz tests
+# Shapes and types are not checked in slow tests, which have no time for it, nor in fuzz tests, which
 # pass wrong types on purpose.
 test-all: .venv/.stamp ## every test: all cases, shape checks, slow tests, 2,000 examples per fuzz test
-	$(PYTEST) -m "not slow and not fuzz" --jaxtyping-packages=outrider,tests.first_checks
+	$(PYTEST) -m "not slow and not fuzz" $(CHECKED)
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile=thorough
 
 docs: .venv/.stamp ## the documentation site in docs/_build; a warning is an error
@@ -41,8 +42,8 @@ lint: .venv/.stamp ## lint, format, strict types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-check: lint ## lint, then the tests of `make test`, stopping at the first failure
-	$(PYTEST) -m "not slow and not exhaustive" -x -q
+check: lint ## lint, then the tests of `make test` with shape checks, stopping at the first failure
+	$(PYTEST) -m "not slow and not exhaustive and not fuzz" $(CHECKED) -x -q
 
 engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .engines/ (ENGINES="vllm openvino")
 

@@ -1,8 +1,6 @@
 """Estimates of acceptance: first values from a measured table, the bias of trees, changed texts."""
 
-import random
-from types import SimpleNamespace
-from typing import Any
+from random import Random
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from outrider.models.decode.acceptance import (
 from outrider.models.decode.auto.choice import Choice
 from outrider.models.decode.auto.outcomes import PASSAGE, Round
 from outrider.models.decode.costs.round_costs import chain_shape
+from outrider.models.decode.request import ActiveRequest, Request
 
 
 def test_estimates_begin_with_the_measured_table() -> None:
@@ -43,7 +42,7 @@ def test_certain_tables_leave_estimates_that_learn(table: list[list[float]]) -> 
 
 def test_the_bias_is_the_ratio_of_accepted_to_expected_tokens() -> None:
     """Rounds accept 0, 1, 2, 3 at random where half as much was expected without the bias."""
-    draw, bias, values = random.Random(0), Bias(), list[float]()
+    draw, bias, values = Random(0), Bias(), list[float]()
     for n in range(2000):
         bias.add(draw.choice((0, 1, 2, 3)), bias.value * 0.75)
         if n > 500:
@@ -58,8 +57,8 @@ def test_the_bias_is_the_ratio_of_accepted_to_expected_tokens() -> None:
 def probe(accepted: int, mean: float) -> tuple[Round, RequestAcceptance]:
     """A round of one request that has accepted tokens with this estimate at every depth."""
     estimate = RequestAcceptance(Acceptance(table=torch.full((16, 1), mean)))
-    out = SimpleNamespace(ids=[0], times=SimpleNamespace(rounds=0.0), accepted=[accepted])
-    request: Any = SimpleNamespace(out=out)
+    request = ActiveRequest(0, Request([0, 1], 8), Random(0))
+    request.out.accepted = [accepted]
     return Round([request], [estimate], Choice(chain_shape(4), 2.0, 1.0), 1.0), estimate
 
 

@@ -13,7 +13,7 @@ from outrider.models.decode.ledger import SLACK
 from outrider.models.decode.request import Output, Request
 from outrider.models.drafters import hybrid
 from outrider.models.drafters.hybrid import Hybrid
-from outrider.models.drafting.lookup import Draft, LookupDrafter, TextIndex
+from outrider.models.drafting.lookup import Draft, LookupDrafter, LookupState, Text, TextIndex
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Trace
 from tests import tiny
@@ -37,12 +37,14 @@ Right = Callable[[int], bool]
 SPAN = 4  # tokens of a draft of the look-up
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in the text."""
+class NoIndex(TextIndex):
+    """The index of a look-up that follows a script."""
 
-    length: int
-    level: tuple[Draft, ...] = ()
+    def append(self, token: int) -> None:
+        raise NotImplementedError
+
+    def remove_last(self) -> None:
+        raise NotImplementedError
 
 
 class ScriptedLookup(LookupDrafter):
@@ -62,10 +64,11 @@ class ScriptedLookup(LookupDrafter):
 
     def absorb(self, state: Any, trace: Trace) -> Any:
         self.clock.add(self.row_seconds * trace.ids.shape[1])
-        return Place((1 if state is None else state.length) + trace.ids.shape[1])
+        before = 1 if state is None else state.text.length
+        return LookupState(NoIndex(), Text(length=before + trace.ids.shape[1]))
 
     def draft_after(self, state: Any) -> Draft:
-        first, out = state.length - self.prompt, Draft()
+        first, out = state.text.length - self.prompt, Draft()
         if not self.drafts(first):
             return out
         for n in reversed(range(first, first + SPAN)):
