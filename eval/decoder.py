@@ -183,15 +183,34 @@ class Decoder:
         if untrained is not None and (shape := read_shape(of_target)):
             drafters.check(untrained, shape)
         target, tokenizer, _ = load_target(of_target, process.device())
-        if untrained is not None:
-            drafter = build_untrained(untrained, target)
-            return cls(target, tokenizer, drafter, policy, tables_of(None, untrained))
-        if folder is None:
+        return cls.with_target(target, tokenizer, folder or untrained, policy)
+
+    @classmethod
+    def with_target(
+        cls,
+        target: Target,
+        tokenizer: Any,
+        drafter: Path | UntrainedConfig | None,
+        policy: str | Policy = "chain",
+    ) -> "Decoder":
+        """Load a drafter for a target that is loaded already; several decoders can share it.
+
+        Args:
+            drafter: its folder; the settings of one without weights; None allows plain decoding
+                only.
+
+        Raises:
+            RunError: it was trained for another target.
+        """
+        if drafter is None:
             return cls(target, tokenizer, None, PLAIN)
-        drafter, _ = formats.load(folder, target)
-        attach_calibration(drafter, folder)
-        decoder = cls(target, tokenizer, drafter, policy, tables_beside(folder))
-        decoder.changed, decoder.folder = drafter.patch_target(target), folder
+        if isinstance(drafter, UntrainedConfig):
+            tables = tables_of(None, drafter)
+            return cls(target, tokenizer, build_untrained(drafter, target), policy, tables)
+        loaded, _ = formats.load(drafter, target)
+        attach_calibration(loaded, drafter)
+        decoder = cls(target, tokenizer, loaded, policy, tables_beside(drafter))
+        decoder.changed, decoder.folder = loaded.patch_target(target), drafter
         return decoder
 
     # ---- generation ----

@@ -112,6 +112,7 @@ BENCHES = {
         ("replay", "replay:replay", "two ways to drop rows from recurrent layers, and the speed"),
         ("rounds", "rounds:rounds", "time of each part of a decoding round"),
         ("batch", "batch:batch", "speed of draft shapes and decode=auto, by batch and text"),
+        ("turns", "turns:turns", "speed of several drafters of one target, by turns"),
         ("drafting", "drafting:drafting", "time of a draft by context length, for every drafter"),
         ("launches", "equality:launches", "losses and weights after 1, 2, 4 ranks, DDP and ZeRO"),
         ("soak", "soak:soak", "inject faults into a run of several ranks, compare bit by bit"),

@@ -213,7 +213,7 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
         "auto x": speeds.ratio(AUTO, PLAIN),
         "auto of best": speeds.ratio(AUTO, best),
         "auto of chosen": speeds.of_chosen(AUTO),
-        "ledger": max(_ledger_share(out) for outputs in repetitions for out in outputs[AUTO]),
+        "ledger": max(ledger_share(out) for outputs in repetitions for out in outputs[AUTO]),
     } if AUTO in engines else {}  # fmt: skip
     return {
         **setting._asdict(),
@@ -265,7 +265,7 @@ def _tau(outputs: Sequence[Output]) -> float:
     return sum(len(out.ids) - 1 for out in outputs) / max(1, sum(out.rounds for out in outputs))
 
 
-def _ledger_share(out: Output) -> float:
+def ledger_share(out: Output) -> float:
     """Return (T_real - c0) / T_plain - 1, which eps bounds."""
     ledger = out.ledger
     return (ledger.real - ledger.slack) / ledger.plain - 1 if ledger and ledger.plain else 0.0
