@@ -1,6 +1,7 @@
 """Forward times: order of runs, cached rows, all drafters."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.cache.recurrent_states import RecurrentStates
+from outrider.models.decode.costs import forward_times
 from outrider.models.decode.costs.forward_times import SyntheticRounds, interleaved_ms
 from tests import tiny
 
@@ -75,3 +77,18 @@ def test_every_drafter_is_timed_for_all_shapes(name: str, batch: int) -> None:
     assert set(times) == {(1, 1), (1, 3), (4, 1), (4, 3)}
     assert all(ms > 0 for ms in times.values())
     assert times[4, 3] > times[1, 1] / 10
+
+
+def test_other_programs_do_not_change_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They interrupt four forwards of five."""
+
+    def interrupted(runs: Sequence[Any], *_: object) -> list[list[float]]:
+        return [[900.0, 700.0, i + 1.0, 800.0, 600.0] for i, _ in enumerate(runs)]
+
+    monkeypatch.setattr(forward_times, "interleaved_ms", interrupted)
+    target = tiny.target()
+    rows = min(forward_times.READ_ROWS, target.shape().max_positions - 1)
+    rounds = SyntheticRounds(tiny.drafter("eagle3", target).eval(), target)
+    assert rounds.target_ms([1, 4], batch=1, context=20, repeats=5) == {1: 1.0, 4: 2.0}
+    assert rounds.draft_ms([1], [1, 3], 1, context=12, repeats=5) == {(1, 1): 1.0, (1, 3): 2.0}
+    assert rounds.read_ms(5) == 1.0 / rows
