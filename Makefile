@@ -42,7 +42,7 @@ lint: .venv/.stamp ## lint, format, strict types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-check: lint ## lint, then the tests of `make test` with shape checks, stopping at the first failure
+check: lint ## lint, then the tests with shape checks, without fuzz tests, up to the first failure
 	$(PYTEST) -m "not slow and not exhaustive and not fuzz" $(CHECKED) -x -q
 
 engines: $(ENGINES:%=.engines/%/.stamp) ## environments of other engines in .engines/ (ENGINES="vllm openvino")

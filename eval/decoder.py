@@ -193,24 +193,29 @@ class Decoder:
         drafter: Path | UntrainedConfig | None,
         policy: str | Policy = "chain",
     ) -> "Decoder":
-        """Load a drafter for a target that is loaded already; several decoders can share it.
+        """Load a drafter for a target that is loaded already.
+
+        Several decoders can share a target, unless one has a drafter that changes it (`changed`).
 
         Args:
             drafter: its folder; the settings of one without weights; None allows plain decoding
                 only.
 
         Raises:
+            ConfigError: its settings are wrong, or do not suit the target.
             RunError: it was trained for another target.
         """
         if drafter is None:
             return cls(target, tokenizer, None, PLAIN)
         if isinstance(drafter, UntrainedConfig):
-            tables = tables_of(None, drafter)
-            return cls(target, tokenizer, build_untrained(drafter, target), policy, tables)
-        loaded, _ = formats.load(drafter, target)
-        attach_calibration(loaded, drafter)
-        decoder = cls(target, tokenizer, loaded, policy, tables_beside(drafter))
-        decoder.changed, decoder.folder = loaded.patch_target(target), drafter
+            loaded = build_untrained(drafter, target)
+            decoder = cls(target, tokenizer, loaded, policy, tables_of(None, drafter))
+        else:
+            loaded, _ = formats.load(drafter, target)
+            attach_calibration(loaded, drafter)
+            decoder = cls(target, tokenizer, loaded, policy, tables_beside(drafter))
+            decoder.folder = drafter
+        decoder.changed = loaded.patch_target(target)
         return decoder
 
     # ---- generation ----

@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.data.conversations import Prompt
 from outrider.eval.decoder import Decoder
 from outrider.launch.bench import turns
 from outrider.launch.bench.turns import Answer, Turn
+from outrider.models.decode.request import Request
+from outrider.models.drafters.eagle3 import Eagle3
+from outrider.models.drafters.suffix import Suffix
+from outrider.models.drafting.drafter import Drafter
+from tests import tiny
 from tests.test_eval_run import workspace  # noqa: F401 - a fixture
 from tests.test_plan_command import run  # noqa: F401 - a fixture
 
@@ -31,7 +36,7 @@ def test_every_drafter_decodes_every_prompt(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They share a target, and the order rotates."""
+    """They share a target."""
     targets, decoded = set[int](), list[str]()
     names = {"eagle3", "suffix", "hybrid"}
     load, answer = Decoder.with_target, turns._answer
@@ -48,11 +53,11 @@ def test_every_drafter_decodes_every_prompt(
     monkeypatch.setattr(turns, "_answer", counted)
     rows = measured(run, tmp_path, "repeats=2", "drafters=suffix,hybrid")
     assert len(targets) == 1
-    rounds = [decoded[i : i + 4] for i in range(4, len(decoded), 4)]  # after the first, to warm up
+    rounds = [decoded[i : i + 4] for i in range(0, len(decoded), 4)]
+    assert len(rounds) == 1 + 2 * 3  # the first to warm up
     assert all({*one} == {"plain", *names} for one in rounds)
-    assert [one[0] for one in rounds] == ["plain", *names_in_order(), "plain", "eagle3"]
     assert [(row["category"], row["prompts"], row["answers"]) for row in rows] == [
-        ("short", 2, 4), ("talk", 1, 2), ("all", 3, 6),
+        ("short", 2, 4), ("talk", 1, 2), (turns.ALL, 3, 6),
     ]  # fmt: skip
     for row in rows:
         assert {*row["speedup"]} == names
@@ -64,8 +69,35 @@ def test_every_drafter_decodes_every_prompt(
     assert all(name in printed for name in (*names, "hybrid of best"))
 
 
-def names_in_order() -> list[str]:
-    return ["eagle3", "suffix", "hybrid"]
+def test_the_order_is_another_for_the_prompts_of_a_category(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight categories alternate, so that every eighth prompt is of the same one."""
+    decoded = list[str]()
+
+    def answer(request: Any, decoders: Any, name: str, temperature: float) -> Answer:
+        decoded.append(name)
+        return Answer(1.0, 1, [0])
+
+    monkeypatch.setattr(turns, "_answer", answer)
+    decoders = dict.fromkeys("abc", Decoder(tiny.target(), None, None))
+    for number in range(0, 48, 8):
+        found = turns.answers_to(Request([1], 2), decoders, number, 0.0)
+        assert [*found] == ["plain", *"abc"]
+    orders = {tuple(decoded[i : i + 4]) for i in range(0, len(decoded), 4)}
+    assert {order[0] for order in orders} == {"plain", *"abc"}
+    assert len(orders) > 4
+
+
+def test_drafters_of_other_folders_are_compared(run: Config, tmp_path: Path) -> None:  # noqa: F811
+    (row,) = measured(run, tmp_path, f"drafters={run.run.dir}", "order=grouped", "limit=2")[-1:]
+    assert {*row["speedup"]} == {"eagle3", run.run.dir}
+    assert row["same"] == row["compared"]
+
+
+def test_no_round_is_an_error(run: Config) -> None:  # noqa: F811
+    with pytest.raises(RunError, match="ends at once"):
+        turns.turns([f"run.dir={run.run.dir}", "tokens=1", "limit=2"])
 
 
 def test_drawn_answers_are_not_compared(run: Config, tmp_path: Path) -> None:  # noqa: F811
@@ -76,7 +108,7 @@ def test_drawn_answers_are_not_compared(run: Config, tmp_path: Path) -> None:  #
 
 
 def turn(category: str, prompt: int, **seconds: float) -> Turn:
-    """Answers of ten tokens after the first; drafters are right but for b in the second prompt."""
+    """Answers of ten tokens after the first; b is right in prompt 0 alone."""
     return Turn(category, prompt, {
         name: Answer(value, 10, [prompt, 0 if name != "b" else prompt], value / 100)
         for name, value in seconds.items()
@@ -94,6 +126,7 @@ def test_rows_are_ratios_of_seconds_per_token() -> None:
     assert x["speedup"] == pytest.approx({"a": 8 / 6, "b": 4.0})
     assert x["last of best"] == pytest.approx(3.0)
     assert x["last of best_95"] == pytest.approx((2.0, 4.0))
+    assert x["speedup_95"] == {"a": pytest.approx((1.0, 2.0)), "b": pytest.approx((4.0, 4.0))}
     assert y["last of best"] == pytest.approx(0.5)
     assert both["speedup"] == pytest.approx({"a": 2.0, "b": 16 / 6})
     assert both["plain/s"] == pytest.approx(30 / 16)
@@ -101,10 +134,12 @@ def test_rows_are_ratios_of_seconds_per_token() -> None:
     assert (x["same"], y["same"], both["compared"]) == (3, 1, 6)
 
 
-def test_a_category_whose_answers_end_at_once_has_no_row() -> None:
-    ended = Turn("y", 1, {name: Answer(0.0, 0, [2]) for name in ("plain", "a", "b")})
-    rows = turns.rows_of([turn("x", 0, plain=4.0, a=2.0, b=1.0), ended], greedy=True)
-    assert [row["category"] for row in rows] == ["x", turns.ALL]
+def test_prompts_whose_answers_end_at_once_are_left_out() -> None:
+    counted = turn("x", 0, plain=4.0, a=2.0, b=1.0)
+    ended = Turn("y", 1, {**counted.answers, "b": Answer(0.0, 0, [2])})
+    (row,) = turns.rows_of([counted, ended], greedy=True)
+    assert (row["category"], row["answers"]) == ("x", 1)
+    assert turns.rows_of([ended], greedy=True) == []
 
 
 def test_categories_alternate() -> None:
@@ -117,6 +152,7 @@ def test_categories_alternate() -> None:
     (["drafters=suffix,suffix"], "named twice"),
     (["drafters=eagle"], "It has weights"),
     (["drafters=multi"], "Drafters that draft together"),
+    (["drafters=plain"], "compared in any case"),
     (["decode=nothing"], "no draft shape of this name"),
 ])  # fmt: skip
 def test_wrong_words_are_named(run: Config, words: list[str], message: str) -> None:  # noqa: F811
@@ -124,7 +160,19 @@ def test_wrong_words_are_named(run: Config, words: list[str], message: str) -> N
         turns.turns([f"run.dir={run.run.dir}", *words])
 
 
-def test_a_drafter_that_changes_the_target_is_refused() -> None:
-    turns.require_unchanged("medusa", None)
-    with pytest.raises(ConfigError, match="share a target, and it has adapters"):
-        turns.require_unchanged("medusa", "it has adapters")
+@pytest.mark.parametrize(("kind", "key"), [(Eagle3, "run.dir"), (Suffix, "drafters")])
+def test_a_drafter_that_changes_the_target_is_refused(
+    run: Config,  # noqa: F811
+    kind: type[Drafter],
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for method in ("describe_target_change", "patch_target"):
+        monkeypatch.setattr(kind, method, lambda *_: "it has adapters")
+    with pytest.raises(ConfigError, match=f"{key} = .*\\s+.*share a target, and it has adapters"):
+        turns.turns([f"run.dir={run.run.dir}", "drafters=suffix"])
+
+
+def test_a_drafter_without_auto_is_refused_before_anything_is_measured(run: Config) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match="drafts in the target's cache"):
+        turns.turns([f"run.dir={run.run.dir}", "drafters=sparse_kv"])

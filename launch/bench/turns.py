@@ -2,24 +2,27 @@
 
 The speed of a machine drifts within minutes, so that two evals, one after the other, cannot show a
 difference of a few percent. Here every prompt is decoded by all drafters and by plain decoding
-before the next prompt, in an order that rotates. They share one target.
+before the next prompt, in an order that changes. They share one target. A prompt of which an answer
+ends at its first token is left out.
 
-    plain/s  tokens per second of plain decoding
-    x        speedup over plain decoding of the same prompts: the ratio of seconds per token
-    of best  tokens per second of the last drafter over those of the fastest other one, with its
-             95 % interval (bootstrap over the prompts)
-    extra    largest share of the time of plain decoding that speculation cost in an answer, c0
-             aside, where drafters have `decode=auto`: eps is the bound
-    same     greedy answers that equal those of plain decoding, of all drafters together
+    plain/s     tokens per second of plain decoding
+    a drafter   its speedup over plain decoding of the same prompts: the ratio of seconds per token
+    .. of best  tokens per second of the last drafter over those of the fastest other one, with its
+                95 % interval (bootstrap over the prompts; too narrow for less than about ten)
+    extra       largest share of the time of plain decoding that `decode=auto` spent on speculation
+                in an answer, c0 aside, by its ledger: eps is the bound
+    same        greedy answers that equal those of plain decoding, of all drafters together
 
-A drafter keeps what it has learnt of costs and acceptance from prompt to prompt, as a server does.
-The first prompt is decoded once before by each, which does not count.
+The fastest other drafter is chosen by these answers, which favours it. A drafter keeps what it has
+learnt of costs and acceptance from prompt to prompt, as a server does. Each decodes the first
+prompt once before, which does not count. Drafters that run the target have no `decode=auto`.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +30,7 @@ from rich.table import Table
 
 from outrider.conf.compose import choices
 from outrider.conf.console import Console
-from outrider.conf.errors import ConfigError
+from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.fields import from_dict, option
 from outrider.conf.schema import UntrainedConfig
 from outrider.data.conversations import Prompt
@@ -44,7 +47,7 @@ from outrider.models.decode.request import Request
 from outrider.models.drafters.parts.part import folder_of
 from outrider.train.settings import check_published, drafter_schema, is_untrained
 
-ALL = "all"
+ALL = "all prompts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Options(RunOptions):
 
     drafters: tuple[str, ...] = option(
         ("suffix", "hybrid"),
-        "besides the run's own: names of drafters without weights (hybrid combines the run's own), "
-        "or folders of runs and published drafters",
+        "besides the run's own, the one to compare with the others last: names of drafters without "
+        "weights (hybrid combines the run's own), or folders or hub ids of others",
     )
     decode: str = option("auto", "draft shape of all drafters, of conf/decode/")
     temperature: float = option(0.0, "of decoding", "[0, 100]")
@@ -71,6 +74,9 @@ class Options(RunOptions):
             raise ConfigError("decode", self.decode, "There is no draft shape of this name.", fix)
         if twice := [name for name, count in Counter(self.drafters).items() if count > 1]:
             raise ConfigError("drafters", twice[0], "It is named twice.", "Name it once.")
+        if PLAIN in self.drafters:
+            why = "Plain decoding is compared in any case."
+            raise ConfigError("drafters", PLAIN, why, f"Write ./{PLAIN} for a folder.")
 
 
 class Answer(NamedTuple):
@@ -113,7 +119,8 @@ def turns(words: list[str]) -> int:
             done.append(Turn(prompts[at].category, at, answers))
             run.save(rows_of(done, greedy))
             progress.advance(1)
-    rows = rows_of(done, greedy)
+    if not (rows := rows_of(done, greedy)):
+        raise RunError("Every prompt has an answer that ends at once.", "Use a larger tokens.")
     run.show(table_of(rows), rows)
     return 0
 
@@ -122,34 +129,36 @@ def decoders_of(run: LoadedRun[Options]) -> dict[str, Decoder]:
     """Load the drafters of the table, by their names in it, for the run's target.
 
     Raises:
-        ConfigError: there is no such drafter, or it changes the target.
+        ConfigError: there is no such drafter, it changes the target, or the draft shape does not
+            suit it.
     """
-    own = run.config.drafter.name
-    words = {own: str(run.folder)}
-    words |= {name if name != own else f"{name} (other)": name for name in run.options.drafters}
-    require_unchanged(own, run.drafter.describe_target_change())
+    options, own = run.options, run.config.drafter.name
+    require_unchanged("run.dir", str(run.folder), run.drafter.describe_target_change())
+    found: dict[str, UntrainedConfig | Path] = {own: run.folder / "drafter"}
+    for word in options.drafters:
+        name = word if word != own else f"{word} (other)"
+        found[name] = untrained(word, run.folder) if is_untrained(word) else folder(word)
     decoders = dict[str, Decoder]()
-    for name, word in words.items():
-        drafter = untrained(word, run.folder) if is_untrained(word) else folder(word)
-        decoders[name] = Decoder.with_target(
-            run.target, run.tokenizer, drafter, run.options.decode
-        )  # fmt: skip
-        require_unchanged(name, decoders[name].changed)
+    for name, drafter in found.items():
+        decoder = Decoder.with_target(run.target, run.tokenizer, drafter, options.decode)
+        require_unchanged("drafters", name, decoder.changed)
+        decoder.engine(GenerationSettings(temperature=options.temperature))
+        decoders[name] = decoder
     return decoders
 
 
-def require_unchanged(name: str, change: str | None) -> None:
+def require_unchanged(key: str, name: str, change: str | None) -> None:
     """Raise a ConfigError for a drafter that changes the target."""
     if change is not None:
         why = f"The drafters of this benchmark share a target, and {change}."
-        raise ConfigError("drafters", name, why, "Measure it with: outrider eval")
+        raise ConfigError(key, name, why, "Measure it with: outrider eval")
 
 
 def untrained(name: str, run: Path) -> UntrainedConfig:
-    """Return the settings of a drafter without weights; a run is its trained part, if it has one.
+    """Return the default settings of a drafter without weights.
 
-    Raises:
-        ConfigError: it needs other settings.
+    Args:
+        run: of the trained part, if the drafter has one.
     """
     schema = drafter_schema({"name": name})
     fields = [field.name for field in dataclasses.fields(schema)]
@@ -188,11 +197,10 @@ def alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
 def answers_to(
     request: Request, decoders: Mapping[str, Decoder], number: int, temperature: float
 ) -> dict[str, Answer]:
-    """Decode a request with every drafter and without; `number` rotates the order."""
+    """Decode a request with every drafter and without, in an order that `number` selects."""
     names = [PLAIN, *decoders]
-    start = number % len(names)
-    turn = names[start:] + names[:start]
-    found = {name: _answer(request, decoders, name, temperature) for name in turn}
+    order = Random(number).sample(names, len(names))
+    found = {name: _answer(request, decoders, name, temperature) for name in order}
     return {name: found[name] for name in names}
 
 
@@ -212,14 +220,15 @@ def _answer(
 
 
 def rows_of(done: Sequence[Turn], greedy: bool) -> list[dict[str, Any]]:
-    """Return a row per category and one of all prompts."""
-    categories = list(dict.fromkeys(turn.category for turn in done))
-    rows = list[dict[str, Any]]()
-    for category in [*categories, ALL] if len(categories) > 1 else categories:
-        turns = [turn for turn in done if category in (turn.category, ALL)]
-        if any(turn.answers[PLAIN].tokens for turn in turns):
-            rows.append({"category": category, **_row(turns, greedy)})
-    return rows
+    """Return a row per category and, if there are several, one of all prompts."""
+    counted = [turn for turn in done if all(one.tokens for one in turn.answers.values())]
+    groups = {
+        category: [turn for turn in counted if turn.category == category]
+        for category in dict.fromkeys(turn.category for turn in counted)
+    }
+    if len(groups) > 1:
+        groups[ALL] = counted
+    return [{"category": name, **_row(turns, greedy)} for name, turns in groups.items()]
 
 
 def _row(turns: Sequence[Turn], greedy: bool) -> dict[str, Any]:
@@ -255,7 +264,7 @@ def _row(turns: Sequence[Turn], greedy: bool) -> dict[str, Any]:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    names = list(rows[0]["speedup"]) if rows else []
+    names = list(rows[0]["speedup"])
     head = ("text", "prompts", "plain/s", *names, f"{names[-1]} of best", "extra", "same")
     table = narrow_table(head, ("text",))
     table.title = "speedup over plain decoding, by turns"

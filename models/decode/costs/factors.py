@@ -196,7 +196,7 @@ class Factors:
             factor.add(factor.value + error * part / size, self._rounds)
 
     def new_table(self) -> None:
-        """Forget the pace: another table was measured, while the machine was as slow as it says."""
+        """Forget the pace, which is relative to the table before."""
         self.pace, self._held = Pace(), None
 
     def _own(self, kinds: Iterable[str], batch: int) -> dict[str, Factor]:

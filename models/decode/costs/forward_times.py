@@ -1,8 +1,8 @@
 """Forward times on this machine: the target over n tokens, the drafter over its steps.
 
 A grid of forwards is timed; `round_costs.py` interpolates the rest. All compared forwards are
-interleaved, so that drift affects all alike, and the shortest time of each counts: beside other
-programs a median is that of how much they ran.
+interleaved, so that drift affects all alike, and the shortest time of each counts, which depends
+least on other programs. Only a forward that they always interrupt is measured too long.
 
 Token ids and target states are random, since they do not change the time. The forward that runs
 before does, through the processor's caches: as in decoding, the target runs before every draft,
