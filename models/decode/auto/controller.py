@@ -306,7 +306,9 @@ class Controller:
 
         limits = self.width, self.budget
         trees = self._trees[now.source]
-        return choices + trees.choices(choices, tokens, self.shared, seconds, limits)
+        return choices + trees.choices(
+            choices, tokens, now.estimates, self.shared, seconds, limits
+        )  # fmt: skip
 
     # ---- outcome ----
 
@@ -360,7 +362,7 @@ class Controller:
         Args:
             cost: seconds beyond what plain decoding takes for its tokens.
         """
-        probe, batch, plain = last.choice.why == PROBE, len(last.requests), last.plain
+        probe, plain = last.choice.why == PROBE, last.plain
         self._drafted = True
         if probe or not last.draft_kind:  # a look-up says nothing of what was tried
             self._probed = probe
@@ -374,8 +376,3 @@ class Controller:
             rounds = -saved / max(PROBES * self.eps * plain, 1e-12)
             self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
         last.teach()
-        bias = self._trees[last.source].bias
-        if last.tree is not None:
-            bias.add(last.tokens - batch, last.choice.tokens - batch)
-        else:  # so that trees that did badly are tried again
-            bias.forget()

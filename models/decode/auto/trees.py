@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from outrider.models.decode.acceptance import Acceptance, Bias
+from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, tree_shapes_of
 from outrider.models.decode.costs.round_costs import DraftShape
 
@@ -13,15 +13,11 @@ Seconds = Callable[[DraftShape, float], float]
 
 
 class CandidateTrees:
-    """The candidate trees of drafts from one source: weights, or weights and a look-up.
-
-    Attributes:
-        bias: of their expected tokens.
-    """
+    """The candidate trees of drafts from one source: weights, or weights and a look-up."""
 
     def __init__(self) -> None:
         self._shapes: list[tuple[DraftShape, float]] = []
-        self._age, self._near, self.bias = KEPT, True, Bias()
+        self._age, self._near = KEPT, True
 
     def renew(self) -> None:
         """Select the shapes again in the next round."""
@@ -31,6 +27,7 @@ class CandidateTrees:
         self,
         chains: Sequence[Choice],
         tokens: Sequence[float],
+        requests: Sequence[RequestAcceptance],
         shared: Acceptance,
         seconds: Seconds,
         limits: tuple[int, int],
@@ -40,6 +37,7 @@ class CandidateTrees:
         Args:
             chains: the choices of chains of 1, 2, .. tokens.
             tokens: expected of the batch with chains of 0, 1, .. tokens.
+            shared: of all requests, for the siblings.
             seconds: of a shape, and the tokens that are expected of it.
             limits: children per node, and nodes.
         """
@@ -50,12 +48,14 @@ class CandidateTrees:
             self._shapes, self._age = tree_shapes_of(shared, first, *limits), 0
         elif not self._near:
             return []
-        plain, deepest, trees = chains[0].rate / chains[0].gain, len(tokens) - 1, list[Choice]()
+        plain, trees = chains[0].rate / chains[0].gain, list[Choice]()
+        bias = sum(one.bias for one in requests)
         for shape, drafted in self._shapes:
-            if shape.depth <= deepest:
-                expected = tokens[0] * (1 + self.bias.value * drafted)
+            if shape.depth < len(tokens):
+                expected = tokens[0] + bias * drafted
                 time = seconds(shape, expected)
-                trees.append(Choice(shape, expected, time, expected / time / plain))
+                gain = expected / time / plain
+                trees.append(Choice(shape, expected, time, gain, drafted=drafted))
         if renewed:
             least = NEAR * max(one.rate for one in chains)
             self._near = any(one.rate > least for one in trees)
