@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from outrider.models.decode.auto.outcomes import MIXED, common_source
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.engine import Engine
@@ -263,27 +262,3 @@ def test_look_ups_do_not_hide_the_outcome_of_a_probe(
     before = made.trained.calls
     made.engine.generate(PROMPT, COUNT)
     assert made.trained.calls - before < 150
-
-
-def test_drafts_of_both_have_their_own_acceptance(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trained drafter is right where the look-up drafts something, though seldom the token."""
-
-    def block(n: int) -> bool:
-        return n // 25 % 2 == 0
-
-    made = hybrid_case(
-        clock, monkeypatch, block, lambda n: chance(n) < 0.1, lambda n: block(n) or chance(n) < 0.3
-    )
-    for _ in range(2):
-        made.engine.generate(PROMPT, COUNT)
-    alone, mixed = (made.auto._shared(source, False).levels[0].mean for source in ("", MIXED))
-    assert alone < 0.55
-    assert mixed > 0.75
-
-
-def test_the_source_of_a_batch_is_that_of_all_its_drafts() -> None:
-    assert common_source([MIXED, MIXED]) == MIXED
-    assert common_source([LOOK_UP]) == LOOK_UP
-    assert common_source([LOOK_UP, MIXED]) == common_source([]) == ""

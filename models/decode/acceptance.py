@@ -36,7 +36,6 @@ FIRST = 0.6  # acceptance at every depth, before any is seen
 SIBLINGS = (0.3, 0.12, 0.06)  # of what the first child misses, by rank, before any is seen
 MEMORY, MEMORY_ALL = 0.96, 0.998  # of a label, in the estimate of one request and of all
 BIAS, MEMORY_BIAS = 10.0, 0.99  # tokens that the first value weighs, and memory per round
-OWN_BIAS = 5.0  # expected tokens that the bias of all requests weighs in that of one
 STIFFNESS = 12.5  # of the offset of a request: 50 labels of probability 1/2
 NEAR_ONE = 0.999
 AFRESH = 0.8  # acceptance after a probe has been accepted: where drafts pay, it is often high
@@ -44,7 +43,7 @@ AFRESH = 0.8  # acceptance after a probe has been accepted: where drafts pay, it
 
 @dataclass
 class Rate:
-    """A rate of labels, or of what was expected of them, with forgetting."""
+    """A rate of labels, with forgetting."""
 
     labels: float
     total: float
@@ -64,7 +63,10 @@ def _guess(mean: float, weight: float = GUESSED) -> Rate:
 
 @dataclass
 class Bias:
-    """The ratio of accepted to expected tokens of trees, with forgetting; 1 at first."""
+    """The ratio of accepted to expected tokens, with forgetting; 1 at first.
+
+    The expectation already contains it, so that a ratio of 1 leaves it as it is.
+    """
 
     accepted: float = BIAS
     expected: float = BIAS
@@ -74,10 +76,11 @@ class Bias:
         return self.accepted / self.expected
 
     def add(self, accepted: float, expected: float) -> None:
-        """Count a round; `expected` is without the bias."""
+        """Count a round; `expected` contains the bias."""
+        value = self.value
         self.forget()
         self.accepted += accepted
-        self.expected += expected
+        self.expected += expected / value
 
     def forget(self) -> None:
         """Move towards 1."""
@@ -107,7 +110,6 @@ class Acceptance:
         bins = [AFRESH if drawn else (i + 0.5) / BINS for i in range(BINS)]
         self.bins = [[_guess(middle, weight) for middle in bins] for _ in range(DEPTHS)]
         self.siblings = [_guess(share) for share in SIBLINGS]
-        self.bias = Bias()
         if table is not None:
             rows = [*table.tolist(), *[table[-1].tolist()] * DEPTHS][:DEPTHS]
             self.levels = [_guess(row[0], MEASURED) for row in rows]
@@ -128,15 +130,10 @@ class Acceptance:
 
 @dataclass
 class RequestAcceptance:
-    """The estimates of one request.
-
-    Attributes:
-        trees: accepted over expected tokens of its trees.
-    """
+    """The estimates of one request."""
 
     shared: Acceptance
     levels: list[Rate] = field(default_factory=lambda: [Rate(0.0, 0.0) for _ in range(DEPTHS)])
-    trees: Rate = field(default_factory=lambda: Rate(0.0, 0.0))
     offset: float = 0.0
     curvature: float = 0.0
 
@@ -160,17 +157,6 @@ class RequestAcceptance:
         rate = bins[min(BINS - 1, int(max(0.0, confidence) * BINS))].mean
         return _shifted(rate, self.offset)
 
-    @property
-    def bias(self) -> float:
-        """Accepted over expected tokens of its trees, shrunk to that of all requests."""
-        prior = self.shared.bias.value
-        return (self.trees.total + OWN_BIAS * prior) / (self.trees.labels + OWN_BIAS)
-
-    def add_tree(self, accepted: int, expected: float) -> None:
-        """Count the tokens of a tree; `expected` is without the bias."""
-        self.trees.labels = MEMORY * self.trees.labels + expected
-        self.trees.total = MEMORY * self.trees.total + accepted
-
     def restart(self, confidence: float | None) -> None:
         """Forget the labels, for the text has changed: AFRESH at every depth.
 
@@ -178,7 +164,6 @@ class RequestAcceptance:
             confidence: of an accepted first token, whose estimate becomes AFRESH too.
         """
         self.levels = [_guess(AFRESH, PRIOR) for _ in range(DEPTHS)]
-        self.trees = Rate(0.0, 0.0)
         self.offset = self.curvature = 0.0
         if confidence is not None:
             self.offset = _log_odds(AFRESH) - _log_odds(self.given(1, confidence))

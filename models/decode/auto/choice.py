@@ -29,7 +29,6 @@ class Choice(NamedTuple):
         seconds: expected.
         gain: expected tokens per second over those of plain decoding.
         why: the reason in a few words.
-        drafted: of a tree, expected draft tokens per request, without the bias.
     """
 
     shape: DraftShape
@@ -37,7 +36,6 @@ class Choice(NamedTuple):
     seconds: float
     gain: float = 1.0
     why: str = ""
-    drafted: float = 0.0
 
     @property
     def rate(self) -> float:

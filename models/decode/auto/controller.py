@@ -306,9 +306,7 @@ class Controller:
 
         limits = self.width, self.budget
         trees = self._trees[now.source]
-        return choices + trees.choices(
-            choices, tokens, now.estimates, self.shared, seconds, limits
-        )  # fmt: skip
+        return choices + trees.choices(choices, tokens, self.shared, seconds, limits)
 
     # ---- outcome ----
 
@@ -362,7 +360,7 @@ class Controller:
         Args:
             cost: seconds beyond what plain decoding takes for its tokens.
         """
-        probe, plain = last.choice.why == PROBE, last.plain
+        probe, batch, plain = last.choice.why == PROBE, len(last.requests), last.plain
         self._drafted = True
         if probe or not last.draft_kind:  # a look-up says nothing of what was tried
             self._probed = probe
@@ -376,3 +374,8 @@ class Controller:
             rounds = -saved / max(PROBES * self.eps * plain, 1e-12)
             self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
         last.teach()
+        bias = self._trees[last.source].bias
+        if last.tree is not None:
+            bias.add(last.tokens - batch, last.choice.tokens - batch)
+        else:  # so that trees that did badly are tried again
+            bias.forget()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.models.decode.acceptance import AFRESH, RANKS, Acceptance, RequestAcceptance
+from outrider.models.decode.acceptance import AFRESH, RANKS, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, describe
 from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
@@ -116,10 +116,7 @@ class Round:
         """Add the round's labels to the estimates."""
         if self.tree is not None:
             self._teach_tree(self.tree)
-            self._teach_bias()
             return
-        for shared in self._shared():  # so that trees that did badly are tried again
-            shared.bias.forget()
         rejected = list[tuple[int, int]]()  # slot, and level of its first rejected token
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
             accepted, drafted = one.out.accepted[-1], one.out.drafted[-1]
@@ -154,20 +151,6 @@ class Round:
             changed = waited / PASSAGE * AFRESH ** len(depths)
             if depths and changed > unchanged:
                 estimate.restart(self.confidences[0][slot] if self.confidences else None)
-
-    def _shared(self) -> list[Acceptance]:
-        """Return the estimates of all requests, of each source of the round."""
-        return [*{id(one.shared): one.shared for one in self.estimates}.values()]
-
-    def _teach_bias(self) -> None:
-        """Compare the accepted tokens of the tree with those that were expected."""
-        drafted = self.choice.drafted
-        for shared in self._shared():
-            own = [i for i, one in enumerate(self.estimates) if one.shared is shared]
-            accepted = [self.requests[i].out.accepted[-1] for i in own]
-            shared.bias.add(sum(accepted), drafted * len(own))
-            for i, count in zip(own, accepted, strict=True):
-                self.estimates[i].add_tree(count, drafted)
 
     def _teach_ranks(self, rejected: Sequence[tuple[int, int]]) -> None:
         """Count which siblings of rejected tokens would have been accepted."""

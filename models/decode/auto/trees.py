@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
+from outrider.models.decode.acceptance import Acceptance, Bias
 from outrider.models.decode.auto.choice import Choice, tree_shapes_of
 from outrider.models.decode.costs.round_costs import DraftShape
 
@@ -13,11 +13,15 @@ Seconds = Callable[[DraftShape, float], float]
 
 
 class CandidateTrees:
-    """The candidate trees of drafts from one source: weights, or weights and a look-up."""
+    """The candidate trees of drafts from one source: weights, or weights and a look-up.
+
+    Attributes:
+        bias: of their expected tokens.
+    """
 
     def __init__(self) -> None:
         self._shapes: list[tuple[DraftShape, float]] = []
-        self._age, self._near = KEPT, True
+        self._age, self._near, self.bias = KEPT, True, Bias()
 
     def renew(self) -> None:
         """Select the shapes again in the next round."""
@@ -27,7 +31,6 @@ class CandidateTrees:
         self,
         chains: Sequence[Choice],
         tokens: Sequence[float],
-        requests: Sequence[RequestAcceptance],
         shared: Acceptance,
         seconds: Seconds,
         limits: tuple[int, int],
@@ -37,7 +40,6 @@ class CandidateTrees:
         Args:
             chains: the choices of chains of 1, 2, .. tokens.
             tokens: expected of the batch with chains of 0, 1, .. tokens.
-            shared: of all requests, for the siblings.
             seconds: of a shape, and the tokens that are expected of it.
             limits: children per node, and nodes.
         """
@@ -48,14 +50,12 @@ class CandidateTrees:
             self._shapes, self._age = tree_shapes_of(shared, first, *limits), 0
         elif not self._near:
             return []
-        plain, trees = chains[0].rate / chains[0].gain, list[Choice]()
-        bias = sum(one.bias for one in requests)
+        plain, deepest, trees = chains[0].rate / chains[0].gain, len(tokens) - 1, list[Choice]()
         for shape, drafted in self._shapes:
-            if shape.depth < len(tokens):
-                expected = tokens[0] + bias * drafted
+            if shape.depth <= deepest:
+                expected = tokens[0] * (1 + self.bias.value * drafted)
                 time = seconds(shape, expected)
-                gain = expected / time / plain
-                trees.append(Choice(shape, expected, time, gain, drafted=drafted))
+                trees.append(Choice(shape, expected, time, expected / time / plain))
         if renewed:
             least = NEAR * max(one.rate for one in chains)
             self._near = any(one.rate > least for one in trees)
