@@ -138,7 +138,7 @@ class ActiveRequest:
     Attributes:
         noise: where a verifier chooses tokens with noise.
         threshold: where a policy adapts its confidence.
-        acceptance: by source of the draft, where a policy estimates it.
+        acceptance: by kind of draft, where a policy estimates it.
         absorbed: by the drafter, whose state is `state`.
         root: the newest token on the device; set when rows are absorbed.
     """

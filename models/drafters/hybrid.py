@@ -262,9 +262,6 @@ class Hybrid(LookingDrafter):
     def rows_to_read(self, state: HybridState) -> int | None:
         return _rows(state.waiting) if state.both else None
 
-    def has_found(self, state: HybridState) -> bool:
-        return bool(state.draft)
-
     def without_weights(self, state: HybridState) -> tuple[HybridState, bool]:
         return replace(state, both=False), bool(state.draft)
 

@@ -385,10 +385,6 @@ class LookingDrafter(BatchDrafter):
         """Return how many rows the next draft must read first; None: it needs no weights."""
         raise NotImplementedError
 
-    def has_found(self, state: State) -> bool:
-        """Return whether the text itself gives tokens to the next draft."""
-        raise NotImplementedError
-
     def without_weights(self, state: State) -> tuple[State, bool]:
         """Return the state whose next draft needs no weights, and whether that drafts anything."""
         raise NotImplementedError

@@ -119,12 +119,6 @@ class DeferredDrafter(DelegatingDrafter):
                 self.look_row += LOOK * (seconds / rows - self.look_row)
         return [self.inner.rows_to_read(one.absorbed.state) for one in states]
 
-    def found(self, states: Sequence[Deferred]) -> list[bool]:
-        """Return, after `look`, whether a look-up drafts something in the next draft."""
-        if not isinstance(self.inner, LookingDrafter):
-            return [False] * len(states)
-        return [self.inner.has_found(one.absorbed.state) for one in states]
-
     def skip_weights(self, states: Sequence[Deferred]) -> bool:
         """Make the next draft one without weights if that drafts anything; return whether."""
         assert isinstance(self.inner, LookingDrafter), "the controller waits with its weights"

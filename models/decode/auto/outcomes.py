@@ -9,19 +9,12 @@ from torch import Tensor
 
 from outrider.models.decode.acceptance import AFRESH, RANKS, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, describe
-from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.decode.tree import Tree
 from outrider.models.drafting.vocab import DraftVocab
 
-MIXED = "mixed"  # source of drafts by weights and a look-up together
 PASSAGE = 12  # rounds in which a text changes once, on average: a guess
-
-
-def common_source(sources: Sequence[str]) -> str:
-    """Return the source of all drafts; "" if there are several."""
-    return sources[0] if len({*sources}) == 1 else ""
 
 
 @dataclass
@@ -31,7 +24,7 @@ class Round:
     Attributes:
         choice: what was planned.
         plain: expected seconds of a plain round in its place.
-        sources: of the draft, per request: LOOK_UP, MIXED, or "" for weights alone.
+        kinds: per request LOOK_UP, or "" for drafts by weights.
         table: seconds of the drafted shape by the measured table alone.
         levels: the part of `table` that levels of a chain below the first add.
         own: seconds of the controller itself, looking included.
@@ -48,7 +41,7 @@ class Round:
     estimates: Sequence[RequestAcceptance]
     choice: Choice
     plain: float
-    sources: Sequence[str] = ()
+    kinds: Sequence[str] = ()
     vocab: DraftVocab | None = None
     table: float = 0.0
     levels: float = 0.0
@@ -73,12 +66,7 @@ class Round:
     @property
     def draft_kind(self) -> str:
         """LOOK_UP, or "" if a request drafts by weights."""
-        return LOOK_UP if {*self.sources} == {LOOK_UP} else ""
-
-    @property
-    def source(self) -> str:
-        """The source of all drafts; "" if there are several."""
-        return common_source(self.sources)
+        return min(self.kinds, default="")
 
     @property
     def kind(self) -> str:
@@ -144,7 +132,7 @@ class Round:
             waited: rounds since the weights drafted, in which it may have changed.
         """
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
-            if self.sources and self.sources[slot] == LOOK_UP:
+            if self.kinds and self.kinds[slot]:
                 continue
             depths = range(1, one.out.accepted[-1] + 1)
             unchanged = math.prod(map(estimate.mean, depths))

@@ -28,7 +28,7 @@ from outrider.models.decode.auto.chain_growth import ChainGrowth
 from outrider.models.decode.auto.choice import ChainCosts, Choice
 from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situation
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, PlainRow
-from outrider.models.decode.auto.outcomes import MIXED, Round, common_source
+from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import covers, read_or_measure
@@ -153,17 +153,17 @@ class Auto:
             self.controller = Controller(costs, self.eps, *limits)
         self.controller.costs = costs
 
-    def _shared(self, source: str, drawn: bool) -> Acceptance:
-        """Return the estimates of all requests for drafts from a source (`Round.sources`).
+    def _shared(self, kind: str, drawn: bool) -> Acceptance:
+        """Return the estimates of all requests whose draft tokens are drawn, or are not.
 
         Args:
-            drawn: draft tokens are drawn.
+            kind: LOOK_UP, or "" for drafts by weights.
         """
-        if (source, drawn) not in self._acceptance:
+        if (kind, drawn) not in self._acceptance:
             weight = GUESSED if drawn else self._weight
-            table = None if source == LOOK_UP else self.table
-            self._acceptance[source, drawn] = Acceptance(weight, drawn, table)
-        return self._acceptance[source, drawn]
+            table = None if kind else self.table
+            self._acceptance[kind, drawn] = Acceptance(weight, drawn, table)
+        return self._acceptance[kind, drawn]
 
     # ---- a round ----
 
@@ -220,29 +220,24 @@ class Auto:
         unread = self._drafter.look(states)
         if control.weights_wait and self._drafter.skip_weights(states):
             unread = [None] * len(states)
-        found = self._drafter.found(states)
-        sources = [
-            LOOK_UP if rows is None else MIXED if has_draft else ""
-            for rows, has_draft in zip(unread, found, strict=True)
-        ]
-        source = common_source(sources)
-        kind = LOOK_UP if source == LOOK_UP else ""  # the weights draft for all, if for one
+        kinds = [LOOK_UP if rows is None else "" for rows in unread]
+        kind = min(kinds)  # the weights draft for all, if for one
         costs = ChainCosts.of(control.costs, len(requests), length, deepest, kind)
         waiting = [max(0, (rows or 0) - ABSORBED_ROWS) for rows in unread]
         drawn = self.draft != BEST and not context.sampling.greedy
-        control.shared = self._shared(source, drawn)
+        control.shared = self._shared(kind, drawn)
         estimates = [
             _estimate(one, own, self._shared(own, drawn))
-            for one, own in zip(requests, sources, strict=True)
+            for one, own in zip(requests, kinds, strict=True)
         ]
         left = [control.tokens_left(one) for one in requests]
         limits, looked = context.depth_limits, self._drafter.looked
-        now = Situation(estimates, limits, costs, length, waiting, left, kind, looked, source)
+        now = Situation(estimates, limits, costs, length, waiting, left, kind, looked)
         choice = control.choose(now)
         if (depth := min(choice.shape.depth, deepest)) and not kind:
             self._drafter.use_cost(costs.draft[depth] / costs.other[depth])
         plain = costs.total(0)
-        last = Round(list(requests), estimates, choice, plain, sources, vocab=context.vocab)
+        last = Round(list(requests), estimates, choice, plain, kinds, vocab=context.vocab)
         last.looked = looked
         own = Stopwatch.clock() - self._start
         draft = self._draft(control, context, now, choice, last)
@@ -347,11 +342,11 @@ def _table_seconds(
     return other if last.draft_kind else draft + other
 
 
-def _estimate(one: ActiveRequest, source: str, shared: Acceptance) -> RequestAcceptance:
-    """Return the estimates of a request for drafts from a source, which it keeps."""
-    if source not in one.acceptance:
-        one.acceptance[source] = RequestAcceptance(shared)
-    return one.acceptance[source]
+def _estimate(one: ActiveRequest, kind: str, shared: Acceptance) -> RequestAcceptance:
+    """Return the estimates of a request for drafts of a kind, which it keeps."""
+    if kind not in one.acceptance:
+        one.acceptance[kind] = RequestAcceptance(shared)
+    return one.acceptance[kind]
 
 
 def _mean_length(requests: Sequence[ActiveRequest]) -> int:
