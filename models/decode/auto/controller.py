@@ -22,18 +22,17 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
-from outrider.models.decode.acceptance import Acceptance, Bias, RequestAcceptance
+from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.auto.choice import (
     ChainCosts,
     Choice,
     chain_choices,
     chain_tokens,
-    tree_shapes_of,
 )
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.plain_rounds import PlainRounds
+from outrider.models.decode.auto.trees import CandidateTrees
 from outrider.models.decode.costs.factors import LOOK_UP, READ
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape
@@ -49,8 +48,6 @@ FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled
 CHANGED, BURST = 0.1, 2  # relative change of the pace, measured by so many plain rounds
 DIFFERING = 2  # rounds in turn that differ from what is expected and bring plain rounds forward,
 FIRST_CHECK = 3  # after so many drafts: doubled up to REFRESH until plain rounds set the pace
-TREE_ROUNDS = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
-TREE_NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
 AMORTISED = 128  # tokens over which reading missed rows is spread, at most
 OWN = 0.1  # weight of a round in the seconds of a choice
 ANSWERS = 0.05  # weight of an answer in the mean length, after the first ones
@@ -124,8 +121,7 @@ class Controller:
         self._saved = 0.0  # seconds that drafts have saved, which pay for those in vain
         self._check_after, self._jumps = FIRST_CHECK, 0  # of the pace
         self._pace, self._burst = 1.0, 0  # at the last plain round; plain rounds still to measure
-        self._trees: list[tuple[DraftShape, float]] = []
-        self._tree_age, self._tree_bias, self._trees_near = TREE_ROUNDS, Bias(), True
+        self._trees = CandidateTrees()
 
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
@@ -145,7 +141,7 @@ class Controller:
             most = max(LEAST_WAIT, earned)
             self._failures = min(self._failures, most.bit_length() - 1)
             self._wait = max(min(self._wait, LEAST_WAIT), earned)
-        self._tree_age = TREE_ROUNDS
+        self._trees.renew()
         for one in new:
             self.ledger.add(one.out.times.prefill, one.out.times.prefill)
             one.out.ledger = self.ledger
@@ -221,7 +217,7 @@ class Controller:
         plain = plain._replace(gain=self._gain)
         if self.weights_wait:
             return plain._replace(why=OFF if self._off else HELD)
-        choices = self._candidates(now, plain, deepest)
+        choices = self._candidates(now, deepest)
         best = max(choices, key=lambda one: one.rate)
         self._gain = best.gain
         plain = plain._replace(gain=best.gain)
@@ -230,7 +226,7 @@ class Controller:
             self._wait -= 1
             return plain._replace(why=OFF)
         if self._off:
-            choices = self._candidates(now, plain, deepest, optimism=1.0)
+            choices = self._candidates(now, deepest, optimism=1.0)
         ranked = sorted(choices, key=lambda one: one.rate, reverse=True)
         allowed = (one for one in ranked if self.allows(one.shape, self._without(one, now), now))
         best = next(allowed, plain)
@@ -293,48 +289,19 @@ class Controller:
         """Return whether the ledger allows a round, even if nothing is accepted."""
         return self.ledger.missing(self._extra(shape, seconds, now)) <= 0
 
-    def _candidates(
-        self, now: Situation, plain: Choice, deepest: int, optimism: float = 0.0
-    ) -> list[Choice]:
+    def _candidates(self, now: Situation, deepest: int, optimism: float = 0.0) -> list[Choice]:
         row = self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, now.reading(1.0, row))
         if self.budget <= deepest or optimism or now.kind:
             return choices
-        self._tree_age += 1
-        renewed = self._tree_age > TREE_ROUNDS
-        if renewed or self._trees_near:
-            trees = self._tree_choices(now, plain, tokens, row)
-            if renewed:
-                least = TREE_NEAR * max(one.rate for one in choices)
-                self._trees_near = any(one.rate > least for one in trees)
-            choices += trees
-        return choices
 
-    def _tree_choices(
-        self, now: Situation, plain: Choice, chains: Sequence[float], row: float
-    ) -> list[Choice]:
-        """Return a choice per tree.
+        def seconds(shape: DraftShape, expected: float) -> float:
+            own = self.costs.seconds(shape, len(now.rooms), now.context).total
+            return own + now.reading(expected, row)
 
-        Args:
-            chains: the tokens of chains of 0, 1, .. tokens.
-            row: seconds of reading a missed row.
-        """
-        batch, deepest = len(now.rooms), len(chains) - 1
-        if self._tree_age > TREE_ROUNDS:
-            survivals = [chains[0], *(b - a for a, b in pairwise(chains))]
-            first = [b / a if a else 0.0 for a, b in pairwise(survivals)]
-            self._trees = tree_shapes_of(self.shared, first, self.width, self.budget)
-            self._tree_age = 0
-        choices = []
-        for shape, drafted in self._trees:
-            if shape.depth <= deepest:
-                tokens = batch * (1 + self._tree_bias.value * drafted)
-                seconds = self.costs.seconds(shape, batch, now.context).total
-                seconds += now.reading(tokens, row)
-                gain = tokens / seconds / plain.rate
-                choices.append(Choice(shape, tokens, seconds, gain))
-        return choices
+        limits = self.width, self.budget
+        return choices + self._trees.choices(choices, tokens, self.shared, seconds, limits)
 
     # ---- outcome ----
 
@@ -403,6 +370,6 @@ class Controller:
             self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
         last.teach()
         if last.tree is not None:
-            self._tree_bias.add(last.tokens - batch, last.choice.tokens - batch)
+            self._trees.bias.add(last.tokens - batch, last.choice.tokens - batch)
         else:  # so that trees that did badly are tried again
-            self._tree_bias.forget()
+            self._trees.bias.forget()
