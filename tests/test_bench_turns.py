@@ -127,6 +127,7 @@ def test_rows_are_ratios_of_seconds_per_token() -> None:
     assert x["last of best"] == pytest.approx(3.0)
     assert x["last of best_95"] == pytest.approx((2.0, 4.0))
     assert x["speedup_95"] == {"a": pytest.approx((1.0, 2.0)), "b": pytest.approx((4.0, 4.0))}
+    assert x["turns"][1] == {"prompt": 2, "plain": [4.0, 10], "a": [4.0, 10], "b": [1.0, 10]}
     assert y["last of best"] == pytest.approx(0.5)
     assert both["speedup"] == pytest.approx({"a": 2.0, "b": 16 / 6})
     assert both["plain/s"] == pytest.approx(30 / 16)

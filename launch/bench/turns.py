@@ -226,9 +226,19 @@ def rows_of(done: Sequence[Turn], greedy: bool) -> list[dict[str, Any]]:
         category: [turn for turn in counted if turn.category == category]
         for category in dict.fromkeys(turn.category for turn in counted)
     }
+    rows = [
+        {"category": name, **_row(turns, greedy), "turns": [*map(_plain_values, turns)]}
+        for name, turns in groups.items()
+    ]
     if len(groups) > 1:
-        groups[ALL] = counted
-    return [{"category": name, **_row(turns, greedy)} for name, turns in groups.items()]
+        rows.append({"category": ALL, **_row(counted, greedy)})
+    return rows
+
+
+def _plain_values(turn: Turn) -> dict[str, Any]:
+    """Return seconds and tokens of every answer."""
+    answers = {name: [one.seconds, one.tokens] for name, one in turn.answers.items()}
+    return {"prompt": turn.prompt, **answers}
 
 
 def _row(turns: Sequence[Turn], greedy: bool) -> dict[str, Any]:
