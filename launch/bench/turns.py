@@ -49,9 +49,9 @@ from outrider.train.settings import check_published, drafter_schema, is_untraine
 
 ALL = "all prompts"
 LEGEND = (
-    "plain/s: tokens per second of plain decoding. of best: the last drafter over the fastest other "
-    "one, with the 95 % interval over prompts. extra: most time that decode=auto spent beyond plain "
-    "decoding, 10 steps aside. same: greedy answers that are those of plain decoding."
+    "plain/s: tokens per second of plain decoding. of best: the last drafter over the fastest "
+    "other one, with the 95 % interval over prompts. extra: most time that decode=auto spent "
+    "beyond plain decoding, 10 steps aside. same: greedy answers that are those of plain decoding."
 )
 
 
