@@ -36,7 +36,7 @@ class PlanConfig:
     contexts: tuple[int, ...] = option((64, 256), "cached tokens before a round", TOKENS)
     prompts: int = option(8, "prompts of eval.prompts to measure acceptance on", COUNT)
     new_tokens: int = option(64, "tokens per answer", TOKENS)
-    repeats: int = option(7, "measurements of each forward; the shortest counts", COUNT)
+    repeats: int = option(7, "measurements of each forward; their lower quartile counts", COUNT)
     check: int = option(5, "settings also decoded to check the prediction; 0: none", "[0, inf)")
     machine: Gpu | None = option(None, "predict for this GPU; null: measure this machine")
     bandwidth: float | None = option(None, "other GPU: memory bandwidth, TB/s", "(0, inf)")

@@ -1,5 +1,6 @@
 """Forward times: order of runs, cached rows, all drafters."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from outrider.models.cache.recurrent_states import RecurrentStates
 from outrider.models.decode.costs import forward_times
 from outrider.models.decode.costs.forward_times import SyntheticRounds, interleaved_ms
+from outrider.models.decode.round_times import Stopwatch
 from tests import tiny
 
 
@@ -79,16 +81,34 @@ def test_every_drafter_is_timed_for_all_shapes(name: str, batch: int) -> None:
     assert times[4, 3] > times[1, 1] / 10
 
 
-def test_other_programs_do_not_change_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They interrupt four forwards of five."""
+def test_moments_of_the_machine_do_not_change_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other programs interrupt ten forwards of fifteen; one is twice as fast."""
 
-    def interrupted(runs: Sequence[Any], *_: object) -> list[list[float]]:
-        return [[900.0, 700.0, i + 1.0, 800.0, 600.0] for i, _ in enumerate(runs)]
+    def noisy(runs: Sequence[Any], *_: object) -> list[list[float]]:
+        return [[*[900.0] * 10, *[i + 1.0] * 4, (i + 1) / 2] for i, _ in enumerate(runs)]
 
-    monkeypatch.setattr(forward_times, "interleaved_ms", interrupted)
+    monkeypatch.setattr(forward_times, "interleaved_ms", noisy)
     target = tiny.target()
     rows = min(forward_times.READ_ROWS, target.shape().max_positions - 1)
     rounds = SyntheticRounds(tiny.drafter("eagle3", target).eval(), target)
-    assert rounds.target_ms([1, 4], batch=1, context=20, repeats=5) == {1: 1.0, 4: 2.0}
-    assert rounds.draft_ms([1], [1, 3], 1, context=12, repeats=5) == {(1, 1): 1.0, (1, 3): 2.0}
-    assert rounds.read_ms(5) == 1.0 / rows
+    assert rounds.target_ms([1, 4], batch=1, context=20, repeats=15) == {1: 1.0, 4: 2.0}
+    assert rounds.draft_ms([1], [1, 3], 1, context=12, repeats=15) == {(1, 1): 1.0, (1, 3): 2.0}
+    assert rounds.read_ms(15) == 1.0 / rows
+
+
+def test_repetitions_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(Stopwatch, "clock", staticmethod(lambda: now[0]))
+
+    def second() -> None:
+        now[0] += 1.0
+
+    def count(seconds: float) -> int:
+        (times,) = interleaved_ms([second], [second], 15, torch.device("cpu"), seconds)
+        return len(times)
+
+    assert count(math.inf) == 15
+    assert count(20.0) == 10  # two seconds each, with the warm-up
+    assert count(1.0) == forward_times.LEAST

@@ -1,8 +1,8 @@
 """Forward times on this machine: the target over n tokens, the drafter over its steps.
 
 A grid of forwards is timed; `round_costs.py` interpolates the rest. All compared forwards are
-interleaved, so that drift affects all alike, and the shortest time of each counts, which depends
-least on other programs. Only a forward that they always interrupt is measured too long.
+interleaved, so that drift affects all alike, and the lower quartile of each counts: other programs
+move the median, and a processor that is faster for a moment moves the shortest time.
 
 Token ids and target states are random, since they do not change the time. The forward that runs
 before does, through the processor's caches: as in decoding, the target runs before every draft,
@@ -12,6 +12,7 @@ the drafter before every verifying forward, and a plain step before a plain step
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from outrider.models.target.target import Target
 
 READ_ROWS = 128  # that a drafter absorbs at once, after rounds without it
 CHUNK = 512  # tokens of a prompt per forward
+LEAST = 5  # repetitions, whatever they take
 Run = Callable[[], object]
 
 
@@ -36,18 +38,20 @@ def measure_forwards(
     grid: Grid,
     repeats: int,
     advance: Callable[[], object] = lambda: None,
+    seconds: float = inf,
 ) -> MeasuredTimes:
     """Time target and drafter forwards on the grid; both token axes also contain 1.
 
     Args:
         advance: called after every combination of a batch and a context.
+        seconds: see `SyntheticRounds`.
     """
     counts, wide = tuple(sorted({1, *tokens})), tuple(sorted({1, *grid.widths}))
     axes = (grid.depths, grid.batches, grid.contexts)
     levels, prompts, rows = (tuple(sorted(set(axis))) for axis in axes)
     verified: dict[tuple[int, ...], float] = {}
     drafted: dict[tuple[int, ...], float] = {}
-    taps, rounds = target.taps, SyntheticRounds(drafter, target)
+    taps, rounds = target.taps, SyntheticRounds(drafter, target, seconds)
     target.set_taps(drafter.taps)  # as in a round
     try:
         for batch, context in product(prompts, rows):
@@ -69,15 +73,24 @@ def measure_forwards(
 
 
 def interleaved_ms(
-    runs: Sequence[Run], before: Sequence[Run], repeats: int, device: torch.device
+    runs: Sequence[Run],
+    before: Sequence[Run],
+    repeats: int,
+    device: torch.device,
+    seconds: float = inf,
 ) -> list[list[float]]:
     """Return all times of each function in `runs`; those in `before` are not timed.
 
     Runs are interleaved after one warm-up of each.
+
+    Args:
+        seconds: after which no repetition begins, once there are LEAST.
     """
     samples: list[list[float]] = [[] for _ in runs]
-    watch = Stopwatch(device)
-    for _ in range(repeats + 1):
+    watch, end = Stopwatch(device), Stopwatch.clock() + seconds
+    for done in range(repeats + 1):
+        if done > LEAST and Stopwatch.clock() > end:
+            break
         for prepare, run, times in zip(before, runs, samples, strict=True):
             prepare()
             watch.lap()
@@ -86,15 +99,25 @@ def interleaved_ms(
     return [times[1:] for times in samples]
 
 
+def lower_quartile(times: Sequence[float]) -> float:
+    """Return the time that a quarter of the others are below; of up to four, the shortest."""
+    return sorted(times)[len(times) // 4]
+
+
 # ---- random inputs ----
 
 
 @dataclass(frozen=True)
 class SyntheticRounds:
-    """Forwards on random rows and nodes, in the shapes that the engine passes to a drafter."""
+    """Forwards on random rows and nodes, in the shapes that the engine passes to a drafter.
+
+    Attributes:
+        seconds: of a set of interleaved forwards, see `interleaved_ms`.
+    """
 
     drafter: Drafter
     target: Target
+    seconds: float = inf
 
     def rows(self, start: int, stop: int) -> Trace:
         """Return verified rows start..stop of one prompt, with random states."""
@@ -162,8 +185,8 @@ class SyntheticRounds:
 
             runs = [forward(count) for count in tokens]
             before = [run if n == 1 else drafted for n, run in zip(tokens, runs, strict=True)]
-            times = interleaved_ms(runs, before, repeats, target.device)
-        return dict(zip(tokens, map(min, times), strict=True))
+            times = interleaved_ms(runs, before, repeats, target.device, self.seconds)
+        return dict(zip(tokens, map(lower_quartile, times), strict=True))
 
     def draft_ms(
         self, widths: Sequence[int], depths: Sequence[int], batch: int, context: int, repeats: int
@@ -184,8 +207,9 @@ class SyntheticRounds:
 
             shapes = list(product(widths, depths))
             runs = [draft(*shape) for shape in shapes]
-            times = interleaved_ms(runs, [verify] * len(runs), repeats, target.device)
-        return dict(zip(shapes, map(min, times), strict=True))
+            before = [verify] * len(runs)
+            times = interleaved_ms(runs, before, repeats, target.device, self.seconds)
+        return dict(zip(shapes, map(lower_quartile, times), strict=True))
 
     def read_ms(self, repeats: int) -> float:
         """Return milliseconds per row of absorbing `READ_ROWS` rows of a prompt at once."""
@@ -196,7 +220,7 @@ class SyntheticRounds:
                 return self.drafter.absorb(None, trace)
 
             times = interleaved_ms([read], [lambda: None], repeats, self.target.device)
-        return min(times[0]) / trace.ids.shape[1]
+        return lower_quartile(times[0]) / trace.ids.shape[1]
 
 
 def _filled_cache(target: Target, batch: int, context: int, capacity: int) -> KVCache:

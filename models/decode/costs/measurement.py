@@ -17,7 +17,7 @@ from outrider.models.decode.costs.round_costs import Grid, MeasuredTimes
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 
-REPEATS = 5
+REPEATS, SECONDS = 15, 6.0  # of each set of forwards: fewer repetitions if they take longer
 SHORT = 64  # rows of the short context
 VERIFIED = (2, 3, 5, 9, 17, 33, 65)  # tokens of a forward
 BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated,
@@ -93,4 +93,4 @@ def _measure(
     widths = (1, width) if nodes > depth else (1,)
     bends = [one for one in drafter.bends if one < depth]
     grid = Grid(sorted({1, min(2, depth), depth, *bends}), widths, (), batches, contexts)
-    return measure_forwards(target, drafter, name, tokens, grid, REPEATS)
+    return measure_forwards(target, drafter, name, tokens, grid, REPEATS, seconds=SECONDS)
