@@ -11,6 +11,7 @@ from outrider.conf.compose import compose
 from outrider.data.corpus import load_training_data
 from outrider.data.reporter import Reporter
 from outrider.data.training_data import TrainingData
+from outrider.models.decode.costs import measurement
 from outrider.models.decode.round_times import Stopwatch
 from outrider.models.target import load, process
 from outrider.models.target.load import LoadedTarget
@@ -30,6 +31,7 @@ for profile in ("default", "thorough"):  # see mutations.py; a slow processor fa
     settings.register_profile(profile, deadline=None)
 settings.load_profile("default")
 SAMPLE = 6  # cases of a parametrised test that `make test` runs
+measurement.REPEATS = 1  # of cost tables: no test depends on measured seconds
 
 
 def pytest_configure() -> None:

@@ -27,7 +27,6 @@ from outrider.models.decode.auto.chain_growth import OPTIMISM, ChainGrowth
 from outrider.models.decode.auto.choice import BUDGETS, ChainCosts, tree_shapes_of
 from outrider.models.decode.auto.controller import AMORTISED, Situation
 from outrider.models.decode.auto.policy import Auto
-from outrider.models.decode.costs import measurement
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import DraftShape
 from outrider.models.decode.engine import Engine
@@ -46,7 +45,6 @@ COPY = "Repeat: one two three four one two three four one two three four"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measurement, "REPEATS", 1)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
 
 

@@ -278,7 +278,6 @@ def test_a_policy_measures_once_and_then_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two policies, one measurement; a third after the number of threads has changed."""
-    monkeypatch.setattr(measurement, "REPEATS", 1)
     target = tiny.target()
     drafter = tiny.drafter("medusa", target).eval()
     notes = []
@@ -293,8 +292,7 @@ def test_a_policy_measures_once_and_then_reads(
     assert "differs in threads; costs of rounds measured in" in third[0]
 
 
-def test_a_larger_batch_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "REPEATS", 1)
+def test_a_larger_batch_is_measured_too(tmp_path: Path) -> None:
     target = tiny.target()
     auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json")
     engine = Engine(target, tiny.drafter("medusa", target).eval(), auto)
@@ -306,10 +304,7 @@ def test_a_larger_batch_is_measured_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert auto.controller.costs.times.target.axes["batch"] == (1, 3)
 
 
-def test_another_drafter_has_costs_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measurement, "REPEATS", 1)
+def test_another_drafter_has_costs_of_its_own(tmp_path: Path) -> None:
     target, auto = tiny.target(), Auto(depth=2, budget=2, file=tmp_path / "costs.json")
     for name in ("medusa", "eagle3"):
         Engine(target, tiny.drafter(name, target).eval(), auto).start([], 1)
