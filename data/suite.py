@@ -1,6 +1,7 @@
 """The prompts of an evaluation: those of `eval.prompts`, or the embedded ones."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from outrider.conf.schema import Config
 from outrider.data.conversations import Prompt, read_prompts
@@ -19,9 +20,17 @@ def load_suite(config: Config, limit: int | None) -> list[Prompt]:
     suite = read_prompts(source, limit if source.single_category else None)
     if limit is None or limit >= len(suite):
         return suite
-    count, ranks = Counter[str](), list[int]()  # rank of each prompt within its category
-    for prompt in suite:
-        ranks.append(count[prompt.category])
-        count[prompt.category] += 1
-    chosen = sorted(range(len(suite)), key=lambda i: (ranks[i], i))[:limit]
-    return [suite[i] for i in sorted(chosen)]
+    return [suite[i] for i in sorted(_alternating(suite)[:limit])]
+
+
+def alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the first prompt of every category, then the second of each, and so on."""
+    return [prompts[i] for i in _alternating(prompts)]
+
+
+def _alternating(prompts: Sequence[Prompt]) -> list[int]:
+    found, ranks = Counter[str](), list[int]()  # rank of each prompt within its category
+    for prompt in prompts:
+        ranks.append(found[prompt.category])
+        found[prompt.category] += 1
+    return sorted(range(len(prompts)), key=ranks.__getitem__)

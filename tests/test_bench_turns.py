@@ -9,6 +9,7 @@ import pytest
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config
 from outrider.data.conversations import Prompt
+from outrider.data.suite import alternating
 from outrider.eval.decoder import Decoder
 from outrider.launch.bench import turns
 from outrider.launch.bench.turns import Answer, Turn
@@ -145,7 +146,7 @@ def test_prompts_whose_answers_end_at_once_are_left_out() -> None:
 
 def test_categories_alternate() -> None:
     prompts = [Prompt(name, name[0], [name]) for name in ("a1", "a2", "a3", "b1", "c1", "c2")]
-    order = [prompt.id for prompt in turns.alternating(prompts)]
+    order = [prompt.id for prompt in alternating(prompts)]
     assert order == ["a1", "b1", "c1", "a2", "c2", "a3"]
 
 

@@ -35,7 +35,7 @@ from outrider.conf.fields import from_dict, option
 from outrider.conf.schema import UntrainedConfig
 from outrider.data.conversations import Prompt
 from outrider.data.reporter import Reporter
-from outrider.data.suite import load_suite
+from outrider.data.suite import alternating, load_suite
 from outrider.eval.decoder import Decoder
 from outrider.eval.metrics import bootstrap
 from outrider.eval.open_drafter import published_folder
@@ -189,15 +189,6 @@ def prompts_of(run: LoadedRun[Options]) -> list[Prompt]:
     prompts = load_suite(config, options.limit)
     grouped = sorted(prompts, key=lambda prompt: prompt.category)
     return grouped if options.order == "grouped" else alternating(prompts)
-
-
-def alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the first prompt of every category, then the second of each, and so on."""
-    found, ranks = Counter[str](), list[int]()
-    for prompt in prompts:
-        ranks.append(found[prompt.category])
-        found[prompt.category] += 1
-    return [prompts[i] for i in sorted(range(len(prompts)), key=ranks.__getitem__)]
 
 
 def answers_to(

@@ -80,9 +80,8 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
-        self._acceptance = dict[
-            tuple[str, bool], Acceptance
-        ]()  # by kind, and whether tokens are drawn
+        # by kind, and whether tokens are drawn
+        self._acceptance = dict[tuple[str, bool], Acceptance]()
         self._weight = GUESSED  # of the drafter's confidence
         self._drafter: DeferredDrafter | None = None
         self._round: Round | None = None
