@@ -6,6 +6,7 @@ a clock that the test moves, acceptance as it is learnt. Published mistakes are 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -101,11 +102,17 @@ class Toy(Engine):
         auto.prepare = lambda *_: None  # type: ignore[method-assign]
 
 
-def law_of(make: Callable[[], Auto], prompt: Sequence[int], shapes: set[str] | None = None) -> Law:
+def law_of(
+    make: Callable[[], Auto],
+    prompt: Sequence[int],
+    shapes: set[str] | None = None,
+    draft_seed: int = 1,
+    scale: float = 1.5,
+) -> Law:
     """The law of decode=auto, by every path through its random numbers."""
 
     def process(rng: RandomSource) -> Context:
-        engine = Toy(make())
+        engine = Toy(make(), draft_seed, scale)
         inject_random_source(engine, rng)
         out = engine.generate(prompt, LENGTH)
         if shapes is not None:
@@ -145,6 +152,16 @@ def test_trees_have_the_law_of_the_target(draft: str) -> None:
     law = law_of(lambda: policy(draft, 4, 0.001, 0.2), [1, 2], shapes)
     assert distance(law, law_of_plain([1, 2])) < 1e-6
     assert any(shape.startswith("tree") for shape in shapes)
+
+
+@pytest.mark.parametrize("draft", [BEST, DRAWN])
+def test_trees_whose_size_depends_on_the_rows_have_the_law_of_the_target(draft: str) -> None:
+    """The drafter is sure of some nodes alone: trees of three nodes keep two, or one."""
+    shapes: set[str] = set()
+    make = partial(policy, draft, 4, 0.08, 0.1)
+    law = law_of(make, [1, 2], shapes, draft_seed=2, scale=5.0)
+    assert distance(law, law_of_plain([1, 2])) < 1e-6
+    assert {"chain 1", "chain 2", "tree 3"} <= shapes
 
 
 # ---- a batch of two ------------------------------------------------------------------------------

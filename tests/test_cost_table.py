@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.models.decode.auto.choice import BUDGETS
 from outrider.models.decode.auto.controller import BURST
 from outrider.models.decode.auto.plain_rounds import STALE, PlainRounds
 from outrider.models.decode.auto.policy import Auto
@@ -302,6 +303,15 @@ def test_a_larger_batch_is_measured_too(tmp_path: Path) -> None:
     assert len(auto.notes) == 2
     assert auto.controller is not None
     assert auto.controller.costs.times.target.axes["batch"] == (1, 3)
+
+
+def test_chains_of_up_to_eight_tokens_and_all_trees_are_timed_themselves(tmp_path: Path) -> None:
+    target = tiny.target()
+    auto = Auto(depth=8, budget=31, file=tmp_path / "costs.json")
+    Engine(target, tiny.drafter("medusa", target).eval(), auto).start([], 1)
+    assert auto.controller is not None
+    tokens = auto.controller.costs.times.target.axes["tokens"]
+    assert tokens == (*range(1, 10), *(nodes + 1 for nodes in BUDGETS if 8 < nodes <= 31))
 
 
 def test_another_drafter_has_costs_of_its_own(tmp_path: Path) -> None:

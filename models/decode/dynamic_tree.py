@@ -75,7 +75,7 @@ class DynamicTree:
         indices = root_index(len(roots), roots.device)  # of the frontier: index in its level
         above = torch.zeros_like(frontier, dtype=torch.float32)  # of the frontier: log-probability
         parents = indices  # of the frontier: index among the nodes of the previous step
-        candidates = _Candidates([(frontier, indices, above)], self.budget)
+        candidates = Candidates([(frontier, indices, above)], self.budget)
         limits = None
         if context.may_abstain or min(depth_limits) < self.depth:
             limits = torch.tensor(depth_limits, device=roots.device)
@@ -86,7 +86,8 @@ class DynamicTree:
             one = logits.stride(1) == 0  # a row for all nodes, expanded: marginals of a block
             log_q = (logits[:, :1] if one else logits).float().log_softmax(-1)
             top = log_q.topk(width)
-            shift = context.log_confidence(log_q.expand_as(logits)) - top.values[..., 0]
+            confidence = self.log_confidence(context, log_q.expand_as(logits), depth)
+            shift = confidence - top.values[..., 0]
             scores = ((above + shift).unsqueeze(2) + top.values).flatten(1)
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
@@ -110,10 +111,25 @@ class DynamicTree:
                 above, indices = scores.topk(count)
                 frontier = ids.gather(1, indices)
                 parents = indices.div(width, rounding_mode="floor")
-        return Draft(candidates.tree(unpadded=limits is None), None)
+        return Draft(self.select(candidates).tree(unpadded=limits is None), None)
+
+    def log_confidence(
+        self, context: DraftContext, log_q: Float[Tensor, "B n Vd"], depth: int
+    ) -> Float[Tensor, "B n"]:
+        """Return the log-probability that the first child of each node is accepted.
+
+        Args:
+            log_q: the log-softmax of the rows of a level.
+            depth: of the children.
+        """
+        return context.log_confidence(log_q)
+
+    def select(self, candidates: "Candidates") -> "Candidates":
+        """Return the candidates with the number of nodes to keep."""
+        return candidates
 
     def _stop(
-        self, candidates: "_Candidates", depth: int, limits: Tensor | None
+        self, candidates: "Candidates", depth: int, limits: Tensor | None
     ) -> Int[Tensor, " B"]:
         """Return each prompt's depth limit: this depth, where it has added too little."""
         before, now = candidates.expected_length(depth - 1), candidates.expected_length(depth)
@@ -123,7 +139,7 @@ class DynamicTree:
 
 
 @dataclass
-class _Candidates:
+class Candidates:
     """All candidates of a round, level by level; the first is the root, with probability 1.
 
     Attributes:
@@ -139,6 +155,13 @@ class _Candidates:
         scores = [scores for _, _, scores in self.levels[: depth + 1]]
         probs = torch.cat(scores, dim=1).exp()
         return probs.topk(min(self.budget + 1, probs.shape[1])).values.sum(-1) - 1
+
+    def expected_by_nodes(self) -> list[float]:
+        """Return the expected accepted tokens of all prompts, with 0, 1, .. `budget` nodes each."""
+        probs = torch.cat([scores for _, _, scores in self.levels], dim=1).exp()
+        best = probs.topk(min(self.budget + 1, probs.shape[1])).values
+        total: list[float] = (best.sum(0).cumsum(0) - len(probs)).tolist()
+        return total
 
     def open_nodes(self) -> int:
         """Count the nodes of the last level that may be kept, of the prompt that has the most."""

@@ -17,7 +17,7 @@ from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import DraftShape, chain_shape
 
-BUDGETS = (4, 8, 16, 32, 64)  # nodes of the trees that are considered
+BUDGETS = (3, 7, 15, 31, 63)  # nodes of the trees that are considered: 4, 8, .. rows with the root
 
 
 class Choice(NamedTuple):

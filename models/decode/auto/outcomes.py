@@ -31,7 +31,9 @@ class Round:
         looked: the part of `own` in which many rows were looked at.
         drafted: the chain that the drafter has computed, which may end earlier or later.
         confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
-        tree: of a round that drafted a tree.
+        tree: of a round that drafted a tree, of which no node may be kept.
+        root_confidences: per request, of the tree's first level.
+        kept: share of the tree's expected tokens that its kept nodes have.
         vocab: the drafter's.
         overlaps: per request and level of a chain, the probability that its token is accepted,
             where the rule has computed it.
@@ -52,6 +54,8 @@ class Round:
     logits: Sequence[Tensor] = ()
     unsubmitted: Sequence[float] = ()
     tree: Tree | None = None
+    root_confidences: Sequence[float] = ()
+    kept: float = 1.0
     overlaps: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
@@ -71,7 +75,9 @@ class Round:
     @property
     def kind(self) -> str:
         """Kind of the round: `plain`, `chain`, `tree`, or LOOK_UP."""
-        return self.draft_kind if self.shape.depth and self.draft_kind else self.shape.kind
+        if self.shape.depth and self.draft_kind:
+            return self.draft_kind
+        return "tree" if self.tree is not None else self.shape.kind
 
     @property
     def verified(self) -> DraftShape:
@@ -83,7 +89,7 @@ class Round:
     @property
     def label(self) -> str:
         """`plain`, `chain 4` or `tree 16`."""
-        return describe(self.verified) if self.verified.depth else "plain"
+        return describe(self.verified) if self.verified.nodes else "plain"
 
     @property
     def is_over(self) -> bool:
@@ -155,10 +161,12 @@ class Round:
     def _teach_tree(self, tree: Tree) -> None:
         """Follow the new text down the tree: the rank of each accepted child."""
         rows = (part.tolist() for part in (tree.ids, tree.parents, tree.real))
-        for one, before, estimate, ids, parents, real in zip(
-            self.requests, self._lengths, self.estimates, *rows, strict=True
+        for one, before, estimate, confidence, ids, parents, real in zip(
+            self.requests, self._lengths, self.estimates, self.root_confidences, *rows, strict=True
         ):
             node: int | None = 0
+            if tree.size == 1 and not estimate.shared.drawn:
+                estimate.add(1, estimate.given(1, confidence))
             for depth, token in enumerate(one.out.ids[before:], start=1):
                 children = [i for i, above in enumerate(parents) if above == node and real[i]]
                 if not children:
@@ -166,7 +174,7 @@ class Round:
                 node = next((i for i in children if ids[i] == token), None)
                 rank = None if node is None else children.index(node)
                 if not estimate.shared.drawn:  # else the means are those of drawn tokens
-                    estimate.add(depth, float(rank == 0))
+                    estimate.add(depth, float(rank == 0), confidence if depth == 1 else None)
                 estimate.shared.add_rank(rank, len(children))
                 if node is None:
                     break

@@ -29,12 +29,12 @@ from outrider.models.decode.auto.choice import ChainCosts, Choice
 from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situation
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, PlainRow
 from outrider.models.decode.auto.outcomes import Round
+from outrider.models.decode.auto.tree_growth import TreeGrowth
 from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import covers, read_or_measure
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
 from outrider.models.decode.draft_context import DraftContext
-from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.policy import Draft
 from outrider.models.decode.request import ActiveRequest
 from outrider.models.decode.round_times import Stopwatch
@@ -247,7 +247,7 @@ class Auto:
     def _record(self, control: Controller, last: Round, length: int) -> None:
         """Keep a round until its outcome is known."""
         last.table = _table_seconds(control.costs, last, length, last.shape, last.verified)
-        if last.kind == "chain" and last.tree is None:
+        if last.kind == "chain":
             first = chain_shape(1), chain_shape(min(1, last.verified.depth))
             last.levels = last.table - _table_seconds(control.costs, last, length, *first)
         label, gain = last.label, last.choice.gain
@@ -295,15 +295,7 @@ class Auto:
             return Draft(Tree.chain(context.roots[:, None]), None)
         rate = max(choice.rate, choice.rate / choice.gain)
         if choice.shape.kind == "tree":
-            draft = self._tree(now, choice, rate).propose(context)
-            levels = draft.tree.levels
-            if not levels:  # the drafter abstained at once
-                last.drafted = chain_shape(1)
-                return draft
-            last.tree = draft.tree
-            expanded = choice.shape.parents[:levels]
-            last.drafted = DraftShape(levels, draft.tree.size - 1, expanded)
-            return draft
+            return self._draft_tree(control, context, now, choice, rate, last)
         deepest = len(now.costs.draft) - 1
         while deepest > choice.shape.depth and not control.allows(
             chain_shape(deepest), now.costs.total(deepest), now
@@ -319,13 +311,32 @@ class Auto:
 
     growth = ChainGrowth  # a test replaces it
 
-    def _tree(self, now: Situation, choice: Choice, rate: float) -> DynamicTree:
-        """Return the tree; it stops where a level adds less than its drafting costs."""
-        shape = choice.shape
+    def _draft_tree(
+        self,
+        control: Controller,
+        context: DraftContext,
+        now: Situation,
+        choice: Choice,
+        rate: float,
+        last: Round,
+    ) -> Draft:
+        """Draft a tree: a level that adds less than its drafting costs is the last one."""
+        shape, batch = choice.shape, len(now.rooms)
         level = (now.costs.draft[-1] - now.costs.draft[1]) / max(1, len(now.costs.draft) - 2)
-        gain = max(0.0, rate * level / len(now.rooms))
+        least = max(0.0, rate * level / batch)
         kind = COUPLED if self.draft == COUPLED else BEST
-        return DynamicTree(shape.depth, self.width, shape.nodes, gain, kind)
+        rows = control.costs.row_seconds(shape.kind, batch, now.context, shape.nodes)
+        growth = TreeGrowth(
+            shape.depth, self.width, shape.nodes, least, kind, now.estimates, rate, rows
+        )
+        draft = growth.propose(context)
+        if levels := draft.tree.levels:
+            last.tree, last.root_confidences = draft.tree, growth.confidences
+            last.kept = growth.shares[0] if growth.shares else 1.0
+            last.drafted = DraftShape(levels, draft.tree.size - 1, shape.parents[:levels])
+        else:  # the drafter abstained at once
+            last.drafted = chain_shape(1)
+        return draft
 
     def _note_overlaps(self, overlaps: Sequence[Sequence[float]]) -> None:
         if self._round is not None:

@@ -24,7 +24,7 @@ from outrider.models.formats.native import target_fingerprint
 from outrider.models.target.process import processor
 from outrider.models.target.target import Target
 
-FILE, FORMAT = "costs.json", "outrider-costs-2"
+FILE, FORMAT = "costs.json", "outrider-costs-3"
 SHAPE = {"depth, nodes": int, "expanded": [int]}
 ROUND = {"shape": SHAPE, "draft, target, rest": float}
 COSTS = {

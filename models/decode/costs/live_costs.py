@@ -58,6 +58,7 @@ class LiveCosts:
     def __post_init__(self) -> None:
         self._table: dict[tuple[DraftShape, int, int], RoundSeconds] = {}
         self._chains: dict[tuple[int, int, int], list[RoundSeconds]] = {}
+        self._rows: dict[tuple[int, int, int], list[float]] = {}
         self._apart = dict[str, int]()  # kind -> rounds until the next may have had a pause
 
     def table_seconds(self, shape: DraftShape, batch: int, context: int) -> RoundSeconds:
@@ -106,6 +107,17 @@ class LiveCosts:
             draft, other = more * first.draft, more * first.other
             out += [RoundSeconds(draft + levels * d, other + levels * o) for d, o in chains]
         return out
+
+    def row_seconds(self, kind: str, batch: int, context: int, nodes: int) -> list[float]:
+        """Return the expected seconds of the target's forward over 0, 1, .. nodes and the root."""
+        key = batch, _half_octaves(context), nodes
+        if key not in self._rows:
+            at = round(2 ** (key[1] / 2))
+            shapes = map(chain_shape, range(nodes + 1))
+            rows = [self.times.forwards_only(one, batch, at, extrapolate=True) for one in shapes]
+            self._rows[key] = [row.target / 1000 for row in rows]
+        factor = self.factors.value(kind, batch)
+        return [factor * row for row in self._rows[key]]
 
     def read_seconds(self, batch: int) -> float:
         """Expected seconds per row of reading many rows that the drafter has missed."""

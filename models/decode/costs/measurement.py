@@ -19,7 +19,8 @@ from outrider.models.target.target import Target
 
 REPEATS, SECONDS = 15, 6.0  # of each set of forwards: fewer repetitions if they take longer
 SHORT = 64  # rows of the short context
-VERIFIED = (2, 3, 5, 9, 17, 33, 65)  # tokens of a forward
+VERIFIED = (2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)  # tokens of a forward: those of a chain one by one,
+# since kernels work on several rows at once: on one processor 8 take less than 7, and 9 much more
 BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated,
 LEAST_TOKENS = 9  # but of each prompt at least as many as those of an ordinary chain
 BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
