@@ -6,6 +6,7 @@ a clock that the test moves, acceptance as it is learnt. Published mistakes are 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from outrider.models.decode.auto.chain_growth import ChainGrowth
 from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.auto.tree_growth import TreeGrowth
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import MeasuredTimes, TimeGrid
 from outrider.models.decode.draft_context import DraftContext
+from outrider.models.decode.dynamic_tree import Candidates
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Draft
 from outrider.models.decode.request import Request
@@ -155,13 +158,26 @@ def test_trees_have_the_law_of_the_target(draft: str) -> None:
 
 
 @pytest.mark.parametrize("draft", [BEST, DRAWN])
-def test_trees_whose_size_depends_on_the_rows_have_the_law_of_the_target(draft: str) -> None:
-    """The drafter is sure of some nodes alone: trees of three nodes keep two, or one."""
-    shapes: set[str] = set()
-    make = partial(policy, draft, 4, 0.08, 0.1)
-    law = law_of(make, [1, 2], shapes, draft_seed=2, scale=5.0)
-    assert distance(law, law_of_plain([1, 2])) < 1e-6
-    assert {"chain 1", "chain 2", "tree 3"} <= shapes
+def test_trees_whose_size_depends_on_the_rows_have_the_law_of_the_target(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees of three, two and no nodes: the drafter is sure of some alone."""
+    sizes = set[int]()
+
+    def recorded(factor: float) -> type[TreeGrowth]:
+        class Recorded(TreeGrowth):
+            def select(self, candidates: Candidates) -> Candidates:
+                found = TreeGrowth.select(replace(self, rate=factor * self.rate), candidates)
+                sizes.add(found.budget)
+                return found
+
+        return Recorded
+
+    for factor in (0.1, 1.0, 6.0, 30.0):
+        monkeypatch.setattr(Auto, "tree_growth", recorded(factor))
+        law = law_of(partial(policy, draft, 4, 0.08, 0.1), [1, 2], draft_seed=2, scale=5.0)
+        assert distance(law, law_of_plain([1, 2])) < 1e-6
+    assert sizes >= {0, 2, 3}
 
 
 # ---- a batch of two ------------------------------------------------------------------------------

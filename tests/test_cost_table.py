@@ -307,11 +307,22 @@ def test_a_larger_batch_is_measured_too(tmp_path: Path) -> None:
 
 def test_chains_of_up_to_eight_tokens_and_all_trees_are_timed_themselves(tmp_path: Path) -> None:
     target = tiny.target()
-    auto = Auto(depth=8, budget=31, file=tmp_path / "costs.json")
+    auto = Auto(file=tmp_path / "costs.json")
     Engine(target, tiny.drafter("medusa", target).eval(), auto).start([], 1)
     assert auto.controller is not None
     tokens = auto.controller.costs.times.target.axes["tokens"]
-    assert tokens == (*range(1, 10), *(nodes + 1 for nodes in BUDGETS if 8 < nodes <= 31))
+    assert tokens == (*range(1, 10), *(nodes + 1 for nodes in BUDGETS if 8 < nodes <= auto.budget))
+
+
+def test_rows_beyond_the_table_are_those_of_more_than_one_row(tmp_path: Path) -> None:
+    """A last segment of 8 to 9 rows says how a kernel is filled, not what a row costs."""
+    target = tiny.target()
+    for slots in (3, 6, 7, 8, 16):
+        auto = Auto(file=tmp_path / f"{slots}.json")
+        Engine(target, tiny.drafter("medusa", target).eval(), auto).start([], slots)
+        assert auto.controller is not None
+        *_, before, last = auto.controller.costs.times.target.axes["tokens"]
+        assert last - before > 1
 
 
 def test_another_drafter_has_costs_of_its_own(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Trees of decode=auto: as many of the most probable nodes are kept as pay."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from random import Random
 
 import pytest
+import torch
+from torch import Tensor
 
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.auto.tree_growth import TreeGrowth
@@ -31,13 +34,15 @@ def estimates(random: Random, drawn: bool = False) -> list[RequestAcceptance]:
 def probabilities(
     drafter: ScriptedDrafter, one: RequestAcceptance, text: Text
 ) -> dict[Text, float]:
-    """Of every path: that of the first child as estimated, its siblings in proportion."""
+    """Of every path: the first child as estimated, its siblings what it misses, in proportion."""
     found: dict[Text, float] = {(): 1.0}
     for depth in range(1, DEPTH + 1):
         for path in product(range(V), repeat=depth):
-            q = drafter.row((*text, *path[:-1])).softmax(-1)
-            first = one.given(depth, float(q.max()))
-            found[path] = found[path[:-1]] * first * float(q[path[-1]] / q.max())
+            row = drafter.row((*text, *path[:-1])).softmax(-1)
+            q, most = float(row[path[-1]]), float(row.max())
+            first = min(one.given(depth, most), 0.999)
+            other = min((1 - first) * q / max(1 - most, 1e-3), first * q / most)
+            found[path] = found[path[:-1]] * (first if q == most else other)
     return {path: chance for path, chance in found.items() if path}
 
 
@@ -70,8 +75,7 @@ def test_the_kept_nodes_are_worth_most() -> None:
         for i, found in enumerate(chances):
             likely = set(sorted(found, key=lambda path: -found[path])[:best])
             assert set(tiny.paths(tree, i)) == likely
-        kept, whole = (sum(sum(values[:n]) for values in ordered) for n in (best, ALL))
-        assert policy.shares == [pytest.approx(kept / whole)]
+        assert policy.dropped == [pytest.approx(sum(sum(v[best:]) for v in ordered), abs=1e-5)]
         sizes.add(best)
     assert 0 in sizes
     assert len(sizes) > 5
@@ -83,7 +87,7 @@ def test_rows_that_cost_nothing_leave_the_tree_whole() -> None:
     tree = tiny.propose(free, drafter, TEXTS[:1]).tree
     other = tiny.propose(DynamicTree(DEPTH, ALL, ALL), drafter, TEXTS[:1]).tree
     assert tiny.paths(tree) == tiny.paths(other)
-    assert free.shares == [1.0]
+    assert free.dropped == [0.0]
 
 
 def test_no_node_is_kept_where_none_pays() -> None:
@@ -91,8 +95,12 @@ def test_no_node_is_kept_where_none_pays() -> None:
     drafter = ScriptedDrafter(tiny.random_logits(V, 1, 2.0), V)
     dear = growth(estimates(Random(1))[:1], 1.0, [float(n) for n in range(ALL + 1)])
     tree = tiny.propose(dear, drafter, TEXTS[:1]).tree
-    assert (tree.size, tree.levels, dear.shares) == (1, DEPTH, [0.0])
-    assert dear.confidences == [pytest.approx(float(drafter.row(TEXTS[0]).softmax(-1).max()))]
+    assert (tree.size, tree.levels) == (1, DEPTH)
+    row = drafter.row(TEXTS[0]).softmax(-1)
+    (root,) = dear.roots
+    assert root is not None
+    assert root.confidence == pytest.approx(float(row.max()))
+    assert root.ids == row.argsort(descending=True).tolist()
 
 
 def test_drawn_rows_keep_the_confidence_itself() -> None:
@@ -117,3 +125,27 @@ def test_coupled_trees_are_kept_whole() -> None:
     dear = growth(estimates(Random(1))[:1], 1.0, [float(n) for n in range(ALL + 1)], COUPLED)
     tree = tiny.propose(dear, drafter, TEXTS[:1]).tree
     assert len(tiny.paths(tree)) == ALL
+
+
+def test_siblings_share_what_the_first_child_misses() -> None:
+    """A level accepts one token at most, however flat its row is."""
+    drafter = ScriptedDrafter(tiny.random_logits(V, 1, 0.01), V)
+    (one, *_) = estimates(Random(1))
+    for _ in range(200):
+        one.add(1, 1.0, 0.3)
+    policy = TreeGrowth(1, V, V, 0.0, "best", [one], 1.0, [float(n) for n in range(V + 1)])
+    tiny.propose(policy, drafter, TEXTS[:1])
+    assert 0.99 < policy.dropped[0] <= 1.0 + 1e-6
+
+
+def test_a_row_without_numbers_drops_its_nodes_alone() -> None:
+    rows = tiny.random_logits(V, 1, 2.0)
+
+    def broken(text: Text) -> Tensor:
+        return rows(text) if len(text) == len(TEXTS[0]) else torch.full((V,), float("nan"))
+
+    policy = growth(estimates(Random(1))[:1], 0.01, [float(n) for n in range(ALL + 1)])
+    tree = tiny.propose(policy, ScriptedDrafter(broken, V), TEXTS[:1]).tree
+    assert 1 < tree.size <= V + 1
+    assert max(map(len, tiny.paths(tree))) == 1
+    assert math.isfinite(policy.dropped[0])

@@ -86,9 +86,9 @@ class DynamicTree:
             one = logits.stride(1) == 0  # a row for all nodes, expanded: marginals of a block
             log_q = (logits[:, :1] if one else logits).float().log_softmax(-1)
             top = log_q.topk(width)
-            confidence = self.log_confidence(context, log_q.expand_as(logits), depth)
-            shift = confidence - top.values[..., 0]
-            scores = ((above + shift).unsqueeze(2) + top.values).flatten(1)
+            confidence = context.log_confidence(log_q.expand_as(logits))
+            children = self.children(context, depth, confidence, top.values, top.indices)
+            scores = (above.unsqueeze(2) + children).flatten(1)
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
             if context.abstains is not None:
@@ -113,16 +113,23 @@ class DynamicTree:
                 parents = indices.div(width, rounding_mode="floor")
         return Draft(self.select(candidates).tree(unpadded=limits is None), None)
 
-    def log_confidence(
-        self, context: DraftContext, log_q: Float[Tensor, "B n Vd"], depth: int
-    ) -> Float[Tensor, "B n"]:
-        """Return the log-probability that the first child of each node is accepted.
+    def children(
+        self,
+        context: DraftContext,
+        depth: int,
+        confidence: Float[Tensor, "B n"],
+        log_q: Float[Tensor, "B _ k"],
+        indices: Int[Tensor, "B _ k"],
+    ) -> Float[Tensor, "B n k"]:
+        """Return the log-probability that each child is accepted if its parent is.
 
         Args:
-            log_q: the log-softmax of the rows of a level.
             depth: of the children.
+            confidence: of each parent's row.
+            log_q: of the children, from the most probable on; one row if it is that of all parents.
+            indices: of the children in the draft vocabulary.
         """
-        return context.log_confidence(log_q)
+        return (confidence - log_q[..., 0]).unsqueeze(2) + log_q
 
     def select(self, candidates: "Candidates") -> "Candidates":
         """Return the candidates with the number of nodes to keep."""
@@ -158,7 +165,7 @@ class Candidates:
 
     def expected_by_nodes(self) -> list[float]:
         """Return the expected accepted tokens of all prompts, with 0, 1, .. `budget` nodes each."""
-        probs = torch.cat([scores for _, _, scores in self.levels], dim=1).exp()
+        probs = torch.cat([scores for _, _, scores in self.levels], dim=1).exp().nan_to_num(0.0)
         best = probs.topk(min(self.budget + 1, probs.shape[1])).values
         total: list[float] = (best.sum(0).cumsum(0) - len(probs)).tolist()
         return total

@@ -187,7 +187,7 @@ class HybridState:
         trained: of the trained drafter after the rows that it has read; None: it has read none.
         waiting: rows that it has not read.
         both: whether the next round uses both drafters; else the look-up alone.
-        drafted: whether that round has drafted.
+        drafted: whether a token of that round was verified.
         level: what the look-up drafts after each node of the last step.
         shift: of each node of the last step, the log-confidence in its most probable child less
             the logarithm of that child's probability in the row.
@@ -294,7 +294,7 @@ class Hybrid(LookingDrafter):
         return HybridState(text, draft, record, not alone, state.trained, waiting)
 
     def end_draft(self, state: HybridState, drafted: HybridState, depth: int) -> HybridState:
-        return replace(state, drafted=True)
+        return replace(state, drafted=depth > 0)
 
     # ---- the tree ----
 

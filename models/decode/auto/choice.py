@@ -44,12 +44,12 @@ class Choice(NamedTuple):
 
     @property
     def label(self) -> str:
-        """`plain`, `chain 4` or `tree 16`."""
+        """`plain`, `chain 4` or `tree 15`."""
         return describe(self.shape)
 
 
 def describe(shape: DraftShape) -> str:
-    """Return `plain`, `chain 4` or `tree 16`, a tree by its nodes."""
+    """Return `plain`, `chain 4` or `tree 15`, a tree by its nodes."""
     return shape.kind if shape.kind == "plain" else f"{shape.kind} {shape.nodes}"
 
 

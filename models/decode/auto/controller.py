@@ -370,6 +370,7 @@ class Controller:
             self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
         last.teach()
         if last.tree is not None:
-            self._trees.bias.add(last.tokens - batch, last.kept * (last.choice.tokens - batch))
+            accepted = last.tokens - batch + last.dropped
+            self._trees.bias.add(accepted, last.choice.tokens - batch)
         else:  # so that trees that did badly are tried again
             self._trees.bias.forget()

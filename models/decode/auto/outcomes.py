@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.models.decode.acceptance import AFRESH, RANKS, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, describe
+from outrider.models.decode.auto.tree_growth import RootRow
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.decode.tree import Tree
@@ -32,8 +33,8 @@ class Round:
         drafted: the chain that the drafter has computed, which may end earlier or later.
         confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
         tree: of a round that drafted a tree, of which no node may be kept.
-        root_confidences: per request, of the tree's first level.
-        kept: share of the tree's expected tokens that its kept nodes have.
+        roots: per request, what the tree's first level says; None: the drafter abstained.
+        dropped: expected tokens of the nodes of the tree that were not kept.
         vocab: the drafter's.
         overlaps: per request and level of a chain, the probability that its token is accepted,
             where the rule has computed it.
@@ -54,8 +55,8 @@ class Round:
     logits: Sequence[Tensor] = ()
     unsubmitted: Sequence[float] = ()
     tree: Tree | None = None
-    root_confidences: Sequence[float] = ()
-    kept: float = 1.0
+    roots: Sequence[RootRow | None] = ()
+    dropped: float = 0.0
     overlaps: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
@@ -88,8 +89,10 @@ class Round:
 
     @property
     def label(self) -> str:
-        """`plain`, `chain 4` or `tree 16`."""
-        return describe(self.verified) if self.verified.nodes else "plain"
+        """`plain`, `chain 4` or `tree 15`."""
+        if not self.verified.nodes:
+            return "plain"
+        return describe(self.verified) if self.tree is None else f"tree {self.verified.nodes}"
 
     @property
     def is_over(self) -> bool:
@@ -109,7 +112,7 @@ class Round:
     def teach(self) -> None:
         """Add the round's labels to the estimates."""
         if self.tree is not None:
-            self._teach_tree(self.tree)
+            self._teach_roots()
             return
         rejected = list[tuple[int, int]]()  # slot, and level of its first rejected token
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
@@ -158,23 +161,18 @@ class Round:
             rank = top.index(correction) if correction in top else None
             self.estimates[slot].shared.add_rank(rank, len(top))
 
-    def _teach_tree(self, tree: Tree) -> None:
-        """Follow the new text down the tree: the rank of each accepted child."""
-        rows = (part.tolist() for part in (tree.ids, tree.parents, tree.real))
-        for one, before, estimate, confidence, ids, parents, real in zip(
-            self.requests, self._lengths, self.estimates, self.root_confidences, *rows, strict=True
+    def _teach_roots(self) -> None:
+        """Count the rank of the next token in the first level of a tree, kept or not.
+
+        Deeper levels teach nothing: which of them are kept depends on how sure the drafter is.
+        """
+        for one, before, estimate, root in zip(
+            self.requests, self._lengths, self.estimates, self.roots, strict=True
         ):
-            node: int | None = 0
-            if tree.size == 1 and not estimate.shared.drawn:
-                estimate.add(1, estimate.given(1, confidence))
-            for depth, token in enumerate(one.out.ids[before:], start=1):
-                children = [i for i, above in enumerate(parents) if above == node and real[i]]
-                if not children:
-                    break
-                node = next((i for i in children if ids[i] == token), None)
-                rank = None if node is None else children.index(node)
-                if not estimate.shared.drawn:  # else the means are those of drawn tokens
-                    estimate.add(depth, float(rank == 0), confidence if depth == 1 else None)
-                estimate.shared.add_rank(rank, len(children))
-                if node is None:
-                    break
+            if root is None:
+                continue
+            token = one.out.ids[before]
+            rank = root.ids.index(token) if token in root.ids else None
+            if not estimate.shared.drawn:  # else the means are those of drawn tokens
+                estimate.add(1, float(rank == 0), root.confidence)
+            estimate.shared.add_rank(rank, len(root.ids))

@@ -65,7 +65,7 @@ class Auto:
     """
 
     depth: int = 8
-    budget: int = 32
+    budget: int = 31
     width: int = 4
     draft: str = BEST
     eps: float = 0.03
@@ -309,7 +309,7 @@ class Auto:
         last.drafted = chain_shape(max(1, growth.steps))
         return draft
 
-    growth = ChainGrowth  # a test replaces it
+    growth, tree_growth = ChainGrowth, TreeGrowth  # tests replace them
 
     def _draft_tree(
         self,
@@ -326,13 +326,13 @@ class Auto:
         least = max(0.0, rate * level / batch)
         kind = COUPLED if self.draft == COUPLED else BEST
         rows = control.costs.row_seconds(shape.kind, batch, now.context, shape.nodes)
-        growth = TreeGrowth(
+        growth = self.tree_growth(
             shape.depth, self.width, shape.nodes, least, kind, now.estimates, rate, rows
         )
         draft = growth.propose(context)
         if levels := draft.tree.levels:
-            last.tree, last.root_confidences = draft.tree, growth.confidences
-            last.kept = growth.shares[0] if growth.shares else 1.0
+            last.tree, last.roots = draft.tree, growth.roots
+            last.dropped = sum(growth.dropped)
             last.drafted = DraftShape(levels, draft.tree.size - 1, shape.parents[:levels])
         else:  # the drafter abstained at once
             last.drafted = chain_shape(1)

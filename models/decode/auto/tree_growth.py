@@ -6,8 +6,10 @@ are computed, their confidences say more: of the N most probable nodes
     sum of their probabilities  -  rate * seconds of verifying N nodes
 
 is largest for the N that is kept, which may be 0; `rate` is the expected tokens per second of the
-best plan. The probabilities are the products of those that the estimates give for the confidence of
-each row, where these are of the most probable tokens; siblings count in proportion.
+best plan. A node's probability is the product along its path. The first child has what the
+estimates say for the confidence of its parent's row, if these are of most probable tokens; its
+siblings share what it misses in proportion to the row. Coupled trees are kept whole: their scores
+with noise are no probabilities.
 
 All of it is known before the target runs, and no token is drawn: the tree is one of top-k tokens.
 
@@ -16,15 +18,23 @@ Source: Dinkelbach's rule for a ratio of expectations, as in `chain_growth.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.models.decode.acceptance import RequestAcceptance
+from outrider.models.decode.acceptance import NEAR_ONE, RequestAcceptance
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.dynamic_tree import Candidates, DynamicTree
 from outrider.models.decode.rules.rule_table import COUPLED
+
+
+class RootRow(NamedTuple):
+    """The confidence of the first level's row, and its most probable tokens."""
+
+    confidence: float
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -35,36 +45,55 @@ class TreeGrowth(DynamicTree):
         requests: the estimates of every prompt.
         rate: expected tokens of the batch per second.
         rows: seconds of verifying 0, 1, .. `budget` nodes per prompt.
-        confidences: per prompt, of the root's row.
-        shares: once, the share of the expected tokens that the kept nodes have.
+        roots: what the first level says of each prompt.
+        dropped: once, the expected tokens of the batch that were not kept.
     """
 
     requests: Sequence[RequestAcceptance] = ()
     rate: float = 0.0
     rows: Sequence[float] = ()
-    confidences: list[float] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
+    roots: list[RootRow | None] = field(default_factory=list)
+    dropped: list[float] = field(default_factory=list)
 
-    def log_confidence(
-        self, context: DraftContext, log_q: Float[Tensor, "B n Vd"], depth: int
-    ) -> Float[Tensor, "B n"]:
-        raw = super().log_confidence(context, log_q, depth)
-        rows = raw.exp().tolist()
+    def children(
+        self,
+        context: DraftContext,
+        depth: int,
+        confidence: Float[Tensor, "B n"],
+        log_q: Float[Tensor, "B _ k"],
+        indices: Int[Tensor, "B _ k"],
+    ) -> Float[Tensor, "B n k"]:
+        rates = confidence.exp().tolist()
         if depth == 1:
-            self.confidences[:] = [row[0] for row in rows]
+            self._keep_roots(context, [one for (one,) in rates], indices)
         if self.draft == COUPLED or any(one.shared.drawn for one in self.requests):
-            return raw
-        rates = [
-            [one.given(depth, confidence) for confidence in row]
-            for one, row in zip(self.requests, rows, strict=True)
+            return super().children(context, depth, confidence, log_q, indices)
+        known = [
+            [min(one.given(depth, rate), NEAR_ONE) for rate in row]
+            for one, row in zip(self.requests, rates, strict=True)
         ]
-        return torch.tensor(rates, dtype=raw.dtype, device=raw.device).log()
+        first = torch.tensor(known, dtype=log_q.dtype, device=log_q.device).unsqueeze(2)
+        first = first.masked_fill(log_q[..., :1].isnan(), 0.0)
+        in_row = log_q.exp()
+        missed = (1 - in_row[..., :1]).clamp(min=1 - NEAR_ONE)
+        siblings = torch.minimum((1 - first) / missed, first / in_row[..., :1]) * in_row[..., 1:]
+        return torch.cat([first, siblings], dim=2).log()
+
+    def _keep_roots(
+        self, context: DraftContext, confidences: Sequence[float], indices: Int[Tensor, "B 1 k"]
+    ) -> None:
+        top = context.vocab.to_target(indices[:, 0]).tolist()
+        ends = [False] * len(top) if context.abstains is None else context.abstains[:, 0].tolist()
+        self.roots[:] = [
+            None if end else RootRow(confidence, ids)
+            for confidence, ids, end in zip(confidences, top, ends, strict=True)
+        ]
 
     def select(self, candidates: Candidates) -> Candidates:
-        if self.draft == COUPLED:  # its scores are no probabilities
+        if self.draft == COUPLED:
             return candidates
         tokens = candidates.expected_by_nodes()
         worth = [n - self.rate * row for n, row in zip(tokens, self.rows, strict=False)]
         best = max(range(len(worth)), key=worth.__getitem__)
-        self.shares[:] = [tokens[best] / tokens[-1] if tokens[-1] else 1.0]
+        self.dropped[:] = [tokens[-1] - tokens[best]]
         return replace(candidates, budget=best)

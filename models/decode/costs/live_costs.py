@@ -114,7 +114,7 @@ class LiveCosts:
         if key not in self._rows:
             at = round(2 ** (key[1] / 2))
             shapes = map(chain_shape, range(nodes + 1))
-            rows = [self.times.forwards_only(one, batch, at, extrapolate=True) for one in shapes]
+            rows = [self.times.parts(one, batch, at, extrapolate=True) for one in shapes]
             self._rows[key] = [row.target / 1000 for row in rows]
         factor = self.factors.value(kind, batch)
         return [factor * row for row in self._rows[key]]

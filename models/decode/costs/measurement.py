@@ -90,7 +90,8 @@ def _measure(
     contexts = sorted({min(SHORT, longest), longest})
     batches = sorted({1, min(4, slots), slots})
     most = min(nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
-    tokens = sorted({min(count, most) for count in VERIFIED})
+    # a row beyond the last point costs what one before it does: not of a segment of one row
+    tokens = sorted({min(count, most) for count in VERIFIED} - {most - 1})
     widths = (1, width) if nodes > depth else (1,)
     bends = [one for one in drafter.bends if one < depth]
     grid = Grid(sorted({1, min(2, depth), depth, *bends}), widths, (), batches, contexts)
