@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Group
@@ -86,6 +87,7 @@ def chat(
     sampling = sampling_of(config.decode, decoder.target.vocab_size)
     how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
     if isinstance(policy, Auto):  # measures its costs now, not within the first answer
+        policy.announce = partial(_print_dim, console)
         decoder.engine(GenerationSettings(**how)).start([], 1)
     session = Session(
         console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens

@@ -36,6 +36,7 @@ from outrider.eval.metrics import Record, median_times, predicted_speedups, rati
 from outrider.eval.rank_tables import read_tables, tables_of
 from outrider.eval.report import Mismatch, Report, format_number
 from outrider.eval.report_auto import answer_fields, summarise_auto
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import depth_warning, rule_of, sampling_of
 from outrider.models.decode.request import Output, Stops
@@ -82,6 +83,8 @@ def measure(
         measurement = Measurement(target, tokenizer, drafter, config)
         if warning := depth_warning(measurement.policy, drafter):
             console.print(warning, style="yellow")
+        if isinstance(measurement.policy, Auto):
+            measurement.policy.announce = partial(console.print, style="dim", soft_wrap=True)
         measurement.warm_up(suite[: config.eval.warmup])
         for note in getattr(measurement.policy, "notes", ()):
             console.print(note, style="dim", soft_wrap=True)

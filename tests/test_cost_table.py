@@ -281,16 +281,18 @@ def test_a_policy_measures_once_and_then_reads(
     """Two policies, one measurement; a third after the number of threads has changed."""
     target = tiny.target()
     drafter = tiny.drafter("medusa", target).eval()
-    notes = []
+    notes, announced = [], list[str]()
     for threads in ("1", "1", "2"):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: int(threads))
-        auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json")
+        auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json", announce=announced.append)
         assert Engine(target, drafter, auto).generate([5, 40, 17], 4).ids
         notes.append(auto.notes)
     first, second, third = notes
     assert first[0].endswith(f"kept in {tmp_path / 'costs.json'}")
     assert second == []
     assert "differs in threads; costs of rounds measured in" in third[0]
+    expected = "measuring the costs of rounds, once; for most targets less than 24 s"
+    assert announced == [expected] * 2
 
 
 def test_a_larger_batch_is_measured_too(tmp_path: Path) -> None:

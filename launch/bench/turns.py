@@ -115,8 +115,12 @@ def turns(words: list[str]) -> int:
     prompts = prompts_of(run)
     requests, done = run.requests(prompts), list[Turn]()
     total, greedy = options.repeats * len(prompts), options.temperature == 0
+    reporter = Reporter(Console(stderr=True))
+    reporter.print(
+        "decoding the first prompt once: with decode=auto it measures costs, which takes a minute"
+    )
     answers_to(requests[0], decoders, 0, options.temperature)
-    with Reporter(Console(stderr=True)).progress("decoding", total, "prompts") as progress:
+    with reporter.progress("decoding", total, "prompts") as progress:
         for number in range(total):
             at = number % len(prompts)
             request = requests[at]._replace(seed=number)

@@ -32,7 +32,12 @@ from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.tree_growth import TreeGrowth
 from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.live_costs import LiveCosts
-from outrider.models.decode.costs.measurement import covers, read_or_measure
+from outrider.models.decode.costs.measurement import (
+    Announce,
+    covers,
+    read_or_measure,
+    say_nothing,
+)
 from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft
@@ -62,6 +67,7 @@ class Auto:
             plain decoding.
         table: measured acceptance of the drafter by depth and rank, which estimates begin with.
         notes: sentences on the cost table, for the user.
+        announce: called with a sentence before costs are measured.
     """
 
     depth: int = 8
@@ -73,6 +79,7 @@ class Auto:
     first_plain: int = 3
     table: Float[Tensor, "D K"] | None = None
     notes: list[str] = field(default_factory=list)
+    announce: Announce = say_nothing
     branches = True
 
     def __post_init__(self) -> None:
@@ -137,7 +144,9 @@ class Auto:
         shape = (deepest, self.width, nodes)
         if known is not None and covers(known.times, slots, rows, shape):
             return
-        times, note = read_or_measure(target, self._drafter.inner, self.file, slots, rows, shape)
+        times, note = read_or_measure(
+            target, self._drafter.inner, self.file, slots, rows, shape, self.announce
+        )
         self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
         costs.factors.new_table()

@@ -6,7 +6,7 @@ one. It takes seconds; other points are linear, and the rounds correct the rest
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,12 @@ VERIFIED = (2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)  # tokens of a forward: those of
 BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated,
 LEAST_TOKENS = 9  # but of each prompt at least as many as those of an ordinary chain
 BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
+
+Announce = Callable[[str], object]
+
+
+def say_nothing(text: str) -> None:
+    """Ignore a sentence for the user."""
 
 
 def covers(
@@ -55,18 +61,24 @@ def read_or_measure(
     slots: int,
     rows: int,
     shape: tuple[int, int, int],
+    announce: Announce = say_nothing,
 ) -> tuple[MeasuredTimes, str]:
     """Return the times of a file, or measure and keep them there; and a sentence for the user.
 
     Args:
         file: None: in the user's cache.
         shape: depth, width and nodes of the largest draft.
+        announce: called with a sentence before anything is measured.
     """
     setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
     times, why = read_costs(file, setting)
     if times is not None and covers(times, slots, rows, shape, drafter.bends):
         return times, ""
+    sets = 2 * len(_contexts(target, rows, shape)) * len(_batches(slots))
+    announce(
+        f"measuring the costs of rounds, once; for most targets less than {sets * SECONDS:.0f} s"
+    )
     start = time.perf_counter()
     times = _measure(target, drafter, setting.name, slots, rows, shape)
     seconds = f"costs of rounds measured in {time.perf_counter() - start:.1f} s"
@@ -86,9 +98,7 @@ def _measure(
     shape: tuple[int, int, int],
 ) -> MeasuredTimes:
     depth, width, nodes = shape
-    longest = max(1, min(rows, target.shape().max_positions - nodes - 1))
-    contexts = sorted({min(SHORT, longest), longest})
-    batches = sorted({1, min(4, slots), slots})
+    contexts, batches = _contexts(target, rows, shape), _batches(slots)
     most = min(nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
     # a row beyond the last point costs what one before it does: not of a segment of one row
     tokens = sorted({min(count, most) for count in VERIFIED} - {most - 1})
@@ -96,3 +106,12 @@ def _measure(
     bends = [one for one in drafter.bends if one < depth]
     grid = Grid(sorted({1, min(2, depth), depth, *bends}), widths, (), batches, contexts)
     return measure_forwards(target, drafter, name, tokens, grid, REPEATS, seconds=SECONDS)
+
+
+def _contexts(target: Target, rows: int, shape: tuple[int, int, int]) -> list[int]:
+    longest = max(1, min(rows, target.shape().max_positions - shape[2] - 1))
+    return sorted({min(SHORT, longest), longest})
+
+
+def _batches(slots: int) -> list[int]:
+    return sorted({1, min(4, slots), slots})
