@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from outrider.models.decode.auto.chain_growth import ChainGrowth
+from outrider.models.decode.auto.controller import Controller
+from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.auto.tree_growth import TreeGrowth
 from outrider.models.decode.costs.live_costs import LiveCosts
@@ -46,6 +48,11 @@ def toy_target() -> Target:
     with torch.no_grad():
         model.get_parameter("lm_head.weight").mul_(30.0)
     return MeanTarget(model)
+
+
+def wide_target() -> Target:
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 61}
+    return MeanTarget(small_model("llama", num_attention_heads=2, num_key_value_heads=1, **small))
 
 
 TARGET = toy_target()
@@ -316,3 +323,33 @@ def test_chains_of_drawn_tokens_go_deeper_than_their_probabilities_say() -> None
     out = engine.generate([1, 2, 0], 50)
     assert out.accepted == out.drafted
     assert sum(depth == 6 for depth in out.drafted) > len(out.drafted) / 2
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_trees_without_nodes_are_not_planned_again(
+    counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat rows of a drafter: what was expected of the nodes counts. The control forgets it."""
+    empty = 0
+    settle = Controller.settle
+
+    def counted(self: Controller, last: Round, read: tuple[int, float]) -> None:
+        nonlocal empty
+        empty += last.is_tree and last.label == "plain"
+        assert last.kind == "tree" or not last.is_tree
+        if not counts:
+            last.dropped = last.choice.tokens - len(last.requests)
+        settle(self, last, read)
+
+    monkeypatch.setattr(Controller, "settle", counted)
+    monkeypatch.setattr(LiveCosts, "observe", lambda self, kind, table, *_, **__: table)
+    target, vocab = wide_target(), 61
+    auto = policy(DRAWN, 15, 0.02, 0.15, depth=4)
+    auto.width = 4
+    drafter = ScriptedDrafter(random_logits(vocab, 1, 0.01), vocab)
+    engine = Engine(target, drafter, auto, sampling=WARM)
+    auto.use_costs(LiveCosts(times(0.02, 0.15)))
+    auto.prepare = lambda *_: None  # type: ignore[method-assign]
+    for seed in range(4):
+        engine.generate_all([Request([1, 2, 0], 120, seed)], 1)
+    assert (empty < 5) is counts

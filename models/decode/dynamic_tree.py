@@ -87,7 +87,7 @@ class DynamicTree:
             log_q = (logits[:, :1] if one else logits).float().log_softmax(-1)
             top = log_q.topk(width)
             confidence = context.log_confidence(log_q.expand_as(logits))
-            children = self.children(context, depth, confidence, top.values, top.indices)
+            children = self.children(depth, confidence, top.values)
             scores = (above.unsqueeze(2) + children).flatten(1)
             if limits is not None:
                 scores = scores.masked_fill((limits < depth)[:, None], NEVER)
@@ -114,12 +114,7 @@ class DynamicTree:
         return Draft(self.select(candidates).tree(unpadded=limits is None), None)
 
     def children(
-        self,
-        context: DraftContext,
-        depth: int,
-        confidence: Float[Tensor, "B n"],
-        log_q: Float[Tensor, "B _ k"],
-        indices: Int[Tensor, "B _ k"],
+        self, depth: int, confidence: Float[Tensor, "B n"], log_q: Float[Tensor, "B _ k"]
     ) -> Float[Tensor, "B n k"]:
         """Return the log-probability that each child is accepted if its parent is.
 
@@ -127,7 +122,6 @@ class DynamicTree:
             depth: of the children.
             confidence: of each parent's row.
             log_q: of the children, from the most probable on; one row if it is that of all parents.
-            indices: of the children in the draft vocabulary.
         """
         return (confidence - log_q[..., 0]).unsqueeze(2) + log_q
 

@@ -369,7 +369,7 @@ class Controller:
             rounds = -saved / max(PROBES * self.eps * plain, 1e-12)
             self._unearned = max(self._unearned, min(rounds, MOST_WAIT))
         last.teach()
-        if last.tree is not None:
+        if last.is_tree:
             accepted = last.tokens - batch + last.dropped
             self._trees.bias.add(accepted, last.choice.tokens - batch)
         else:  # so that trees that did badly are tried again

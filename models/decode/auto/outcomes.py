@@ -12,7 +12,6 @@ from outrider.models.decode.auto.choice import Choice, describe
 from outrider.models.decode.auto.tree_growth import RootRow
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
-from outrider.models.decode.tree import Tree
 from outrider.models.drafting.vocab import DraftVocab
 
 PASSAGE = 12  # rounds in which a text changes once, on average: a guess
@@ -32,8 +31,8 @@ class Round:
         looked: the part of `own` in which many rows were looked at.
         drafted: the chain that the drafter has computed, which may end earlier or later.
         confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
-        tree: of a round that drafted a tree, of which no node may be kept.
-        roots: per request, what the tree's first level says; None: the drafter abstained.
+        is_tree: it drafted a tree, of which maybe no node was kept.
+        roots: per request, the tree's first level; None: it has none.
         dropped: expected tokens of the nodes of the tree that were not kept.
         vocab: the drafter's.
         overlaps: per request and level of a chain, the probability that its token is accepted,
@@ -54,7 +53,7 @@ class Round:
     confidences: Sequence[Sequence[float]] = ()
     logits: Sequence[Tensor] = ()
     unsubmitted: Sequence[float] = ()
-    tree: Tree | None = None
+    is_tree: bool = False
     roots: Sequence[RootRow | None] = ()
     dropped: float = 0.0
     overlaps: Sequence[Sequence[float]] = ()
@@ -78,12 +77,12 @@ class Round:
         """Kind of the round: `plain`, `chain`, `tree`, or LOOK_UP."""
         if self.shape.depth and self.draft_kind:
             return self.draft_kind
-        return "tree" if self.tree is not None else self.shape.kind
+        return "tree" if self.is_tree else self.shape.kind
 
     @property
     def verified(self) -> DraftShape:
         """What of it the target has verified: a chain may end before its last level."""
-        if self.tree is not None or self.choice.shape == PLAIN:
+        if self.is_tree or self.choice.shape == PLAIN:
             return self.shape
         return chain_shape(len(self.confidences))
 
@@ -92,7 +91,7 @@ class Round:
         """`plain`, `chain 4` or `tree 15`."""
         if not self.verified.nodes:
             return "plain"
-        return describe(self.verified) if self.tree is None else f"tree {self.verified.nodes}"
+        return f"tree {self.verified.nodes}" if self.is_tree else describe(self.verified)
 
     @property
     def is_over(self) -> bool:
@@ -111,7 +110,7 @@ class Round:
 
     def teach(self) -> None:
         """Add the round's labels to the estimates."""
-        if self.tree is not None:
+        if self.is_tree:
             self._teach_roots()
             return
         rejected = list[tuple[int, int]]()  # slot, and level of its first rejected token

@@ -340,7 +340,7 @@ class Auto:
         )
         draft = growth.propose(context)
         if levels := draft.tree.levels:
-            last.tree, last.roots = draft.tree, growth.roots
+            last.is_tree, last.roots = True, growth.roots
             last.dropped = sum(growth.dropped)
             last.drafted = DraftShape(levels, draft.tree.size - 1, shape.parents[:levels])
         else:  # the drafter abstained at once

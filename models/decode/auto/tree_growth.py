@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.decode.acceptance import NEAR_ONE, RequestAcceptance
-from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.dynamic_tree import Candidates, DynamicTree
 from outrider.models.decode.rules.rule_table import COUPLED
+from outrider.models.decode.tree import NEVER
 
 
 class RootRow(NamedTuple):
@@ -45,29 +45,26 @@ class TreeGrowth(DynamicTree):
         requests: the estimates of every prompt.
         rate: expected tokens of the batch per second.
         rows: seconds of verifying 0, 1, .. `budget` nodes per prompt.
-        roots: what the first level says of each prompt.
+        confidences: per prompt, of the root's row.
+        roots: per prompt, its first level; None: it has none.
         dropped: once, the expected tokens of the batch that were not kept.
     """
 
     requests: Sequence[RequestAcceptance] = ()
     rate: float = 0.0
     rows: Sequence[float] = ()
+    confidences: list[float] = field(default_factory=list)
     roots: list[RootRow | None] = field(default_factory=list)
     dropped: list[float] = field(default_factory=list)
 
     def children(
-        self,
-        context: DraftContext,
-        depth: int,
-        confidence: Float[Tensor, "B n"],
-        log_q: Float[Tensor, "B _ k"],
-        indices: Int[Tensor, "B _ k"],
+        self, depth: int, confidence: Float[Tensor, "B n"], log_q: Float[Tensor, "B _ k"]
     ) -> Float[Tensor, "B n k"]:
         rates = confidence.exp().tolist()
         if depth == 1:
-            self._keep_roots(context, [one for (one,) in rates], indices)
+            self.confidences[:] = [one for (one,) in rates]
         if self.draft == COUPLED or any(one.shared.drawn for one in self.requests):
-            return super().children(context, depth, confidence, log_q, indices)
+            return super().children(depth, confidence, log_q)
         known = [
             [min(one.given(depth, rate), NEAR_ONE) for rate in row]
             for one, row in zip(self.requests, rates, strict=True)
@@ -79,17 +76,13 @@ class TreeGrowth(DynamicTree):
         siblings = torch.minimum((1 - first) / missed, first / in_row[..., :1]) * in_row[..., 1:]
         return torch.cat([first, siblings], dim=2).log()
 
-    def _keep_roots(
-        self, context: DraftContext, confidences: Sequence[float], indices: Int[Tensor, "B 1 k"]
-    ) -> None:
-        top = context.vocab.to_target(indices[:, 0]).tolist()
-        ends = [False] * len(top) if context.abstains is None else context.abstains[:, 0].tolist()
-        self.roots[:] = [
-            None if end else RootRow(confidence, ids)
-            for confidence, ids, end in zip(confidences, top, ends, strict=True)
-        ]
-
     def select(self, candidates: Candidates) -> Candidates:
+        for ids, _, scores in candidates.levels[1:2]:
+            found = zip(self.confidences, ids.tolist(), scores[:, 0].tolist(), strict=True)
+            self.roots[:] = [
+                None if score == NEVER else RootRow(confidence, top)
+                for confidence, top, score in found
+            ]
         if self.draft == COUPLED:
             return candidates
         tokens = candidates.expected_by_nodes()

@@ -100,7 +100,7 @@ def _measure(
     depth, width, nodes = shape
     contexts, batches = _contexts(target, rows, shape), _batches(slots)
     most = min(nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
-    # a row beyond the last point costs what one before it does: not of a segment of one row
+    # beyond the last point a row costs what the rows before it do: these are two at least
     tokens = sorted({min(count, most) for count in VERIFIED} - {most - 1})
     widths = (1, width) if nodes > depth else (1,)
     bends = [one for one in drafter.bends if one < depth]
