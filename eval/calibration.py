@@ -30,11 +30,10 @@ from outrider.conf.tensor_files import fingerprint
 from outrider.eval.calibration_file import FILE, FORMAT
 from outrider.eval.rank_tables import guesses_to_depth, teacher_pairs
 from outrider.eval.report import Report
+from outrider.models.decode.acceptance import BINS, bin_of
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.interface import Trace
 from outrider.train.teacher import TargetHead
-
-BINS = 10
 
 
 def calibrate(config: Config, reports: dict[str, Report], console: Console) -> None:
@@ -79,8 +78,7 @@ def reliability(
             token = log_q.argmax(-1, keepdim=True)
             correct = p.gather(1, drafter.vocab.to_target(token))[:, 0]
             terms = torch.stack([torch.ones_like(confidence), confidence, correct], dim=1)
-            bins = (confidence * BINS).long().clamp(max=BINS - 1).cpu()
-            sums[guess.depth - 1].index_add_(0, bins, terms.cpu())
+            sums[guess.depth - 1].index_add_(0, bin_of(confidence).cpu(), terms.cpu())
     return sums
 
 

@@ -105,7 +105,7 @@ class Decoder:
         """
         Args:
             drafter: None allows plain decoding only.
-            tables: acceptance by rank, for static trees and the first estimates of "auto".
+            tables: measured acceptance, for static trees and the first estimates of "auto".
         """
         check_policy(policy)
         self.target, self.tokenizer = target, tokenizer

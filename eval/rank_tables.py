@@ -21,13 +21,17 @@ The probabilities of `drawn` are exact given the tokens rejected before, which a
 max(q - r, 0). Shape letters: N rows, K ranks, D depths, besides those of
 `models/drafting/drafter.py`.
 
+Acceptance of the first child is also counted by the drafter's confidence, in bins: the first
+estimates of decode=auto. Those of `coupled` have no use, since its drafts are judged by rows with
+noise.
+
 Source: positional acceptance, Chen et al. 2024, "Sequoia", section 3, arXiv:2402.12374; accuracies
 of ranks, Cai et al. 2024, "Medusa", section 2.3.3, arXiv:2401.10774.
 Differs: both per depth, and from text with known answers instead of decoding; probabilities
 instead of counts, which need far less text.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -39,6 +43,7 @@ from outrider.conf.errors import CorruptFile
 from outrider.conf.files import write_json
 from outrider.conf.json_shapes import read_object
 from outrider.models.decode import tree_shapes
+from outrider.models.decode.acceptance import BINS, AcceptanceTable, bin_of
 from outrider.models.decode.rules.gumbel_coupling import log_exponential
 from outrider.models.decode.sampling import draw
 from outrider.models.decode.warping import warp
@@ -55,6 +60,7 @@ TINY = 1e-30  # avoids 0 / 0 in rows without remaining probability
 
 FILE, FORMAT = "ranks.json", "outrider-ranks-1"
 RANKS = 10  # columns of the tables of a run
+SLACK = 1e-6  # rounding, in rows
 HELD_OUT_TOKENS = 8192  # of held-out text for the tables
 DraftKind = Literal["best", "drawn", "coupled"]
 TABLES: dict[str, tuple[float, DraftKind]] = {
@@ -66,10 +72,17 @@ TABLES: dict[str, tuple[float, DraftKind]] = {
 
 
 class Ranks(NamedTuple):
-    """Acceptance by rank and depth (CPU, float64), and the rows averaged at each depth."""
+    """Measured acceptance (CPU, float64).
+
+    Attributes:
+        table: by depth and rank.
+        rows: averaged at each depth.
+        bins: by depth and bin of confidence, the rows and the expected accepted first tokens.
+    """
 
     table: Float[Tensor, "D K"]
     rows: Int[Tensor, " D"]
+    bins: Float[Tensor, "D bins 2"]
 
 
 @torch.no_grad()
@@ -98,6 +111,7 @@ def rank_table(
     generator = torch.Generator().manual_seed(seed)
     table = torch.zeros(depths, ranks, dtype=torch.float64)
     counted = torch.zeros(depths, dtype=torch.long)
+    bins = torch.zeros(depths, BINS, 2, dtype=torch.float64)
     for trace in traces:
         guesses = guesses_to_depth(drafter, trace, depths)
         for guess, p, logits in teacher_pairs(drafter, target, trace, guesses, temperature):
@@ -112,9 +126,14 @@ def rank_table(
                     acceptance = sibling_acceptance(p[:, drafted], q, ranks, generator)
             table[guess.depth - 1] += acceptance.sum(0).cpu()
             counted[guess.depth - 1] += len(acceptance)
+            confidence = drafter.log_confidence(
+                logits.double().log_softmax(-1), guess.depth, guess.hidden
+            )
+            first = torch.stack([torch.ones_like(acceptance[:, 0]), acceptance[:, 0]], dim=1)
+            bins[guess.depth - 1].index_add_(0, bin_of(confidence.exp()).cpu(), first.cpu())
     if not counted.all():
         raise ValueError(f"rows per depth {counted.tolist()}: the answers are too short")
-    return Ranks(table / counted[:, None], counted)
+    return Ranks(table / counted[:, None], counted, bins)
 
 
 def guesses_to_depth(drafter: Drafter, trace: Trace, depths: int) -> list[Guess]:
@@ -217,18 +236,20 @@ def measure_tables(
     for name, (temperature, draft) in TABLES.items():
         result = rank_table(drafter, target, traces, depths, ranks, temperature, draft)
         content[name] = result.table.tolist()
+        if draft != "coupled":
+            content[f"{name} by confidence"] = result.bins.tolist()
         content["rows"] = result.rows.tolist()
     write_json(folder / FILE, content)
 
 
-def tables_beside(drafter: Path | None) -> dict[str, Tensor] | None:
+def tables_beside(drafter: Path | None) -> dict[str, AcceptanceTable] | None:
     """Read the tables in a drafter's folder or, of a run's own `drafter/`, in the run's folder."""
     if drafter is None:
         return None
     return read_tables(drafter) or read_tables(drafter.parent)
 
 
-def tables_of(folder: Path | None, drafter: Any) -> dict[str, Tensor] | None:
+def tables_of(folder: Path | None, drafter: Any) -> dict[str, AcceptanceTable] | None:
     """Read the tables beside a drafter; of one without a folder, those of its trained part.
 
     Args:
@@ -239,7 +260,7 @@ def tables_of(folder: Path | None, drafter: Any) -> dict[str, Tensor] | None:
     return tables_beside(folder_of(path) if isinstance(path, str) else folder)
 
 
-def read_tables(folder: Path) -> dict[str, Tensor] | None:
+def read_tables(folder: Path) -> dict[str, AcceptanceTable] | None:
     """Read the tables of a run; None if they were not measured.
 
     Raises:
@@ -248,19 +269,29 @@ def read_tables(folder: Path) -> dict[str, Tensor] | None:
     if not (file := folder / FILE).is_file():
         return None
     fix = f"Delete {file} and run: outrider ranks run.dir={folder}"
-    shape = {"format": FORMAT, "best@0, best@1, drawn@1, coupled@1?": [[float]]}
-    content = read_object(file, fix, shape)  # coupled@1 is not in files of older versions
+    # coupled@1 and the bins are not in files of older versions
+    shape: dict[str, Any] = {"format": FORMAT, "best@0, best@1, drawn@1, coupled@1?": [[float]]}
+    shape |= {f"{name} by confidence?": [[[float, float]]] for name in TABLES}
+    content = read_object(file, fix, shape)
     try:
-        tables = {
-            name: torch.tensor(content[name], dtype=torch.float64)
-            for name in TABLES
-            if name in content
-        }
-        for table in tables.values():
-            tree_shapes.rates_of(table)
+        return {name: _table_of(content, name) for name in TABLES if name in content}
     except ValueError as error:
         raise CorruptFile(f"{file} cannot be used: {error}", fix) from None
-    return tables
+
+
+def _table_of(content: Mapping[str, Any], name: str) -> AcceptanceTable:
+    """Return a table; ValueError for one of other than probabilities or counts."""
+    table = torch.tensor(content[name], dtype=torch.float64)
+    tree_shapes.rates_of(table)
+    if (counts := content.get(f"{name} by confidence")) is None:
+        return AcceptanceTable(table)
+    bins = torch.tensor(counts, dtype=torch.float64)
+    if bins.shape != (len(table), BINS, 2):
+        raise ValueError(f"{name} by confidence is not {len(table)} x {BINS} x 2 numbers")
+    rows, accepted = bins.unbind(-1)
+    if not (rows.isfinite() & (accepted >= 0) & (accepted <= rows + SLACK)).all():
+        raise ValueError(f"{name} by confidence: more is accepted than there are rows")
+    return AcceptanceTable(table, bins)
 
 
 def measure_held_out(

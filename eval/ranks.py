@@ -56,7 +56,7 @@ def ranks(config: Config, explain: bool = False) -> int:
     drafter, _ = native.load(folder / "drafter", loaded.target)
     data = load_training_data(config, loaded, drafter.taps, Reporter(console, messages=False))
     measure_held_out(folder, drafter, loaded.target, data, config.data.max_length)
-    tables = read_tables(folder) or {}
+    tables = {name: table.ranks for name, table in (read_tables(folder) or {}).items()}
     trees = {name: best_tree(name, table, TREE_NODES) for name, table in tables.items()}
     for name, tree in trees.items():
         tree_shapes.write(tree, folder / f"tree-{name}.json")

@@ -32,6 +32,7 @@ from outrider.eval.page.write import as_html, as_markdown
 from outrider.eval.publish import card, verify_folder
 from outrider.eval.run_results import all_reports, load_runs
 from outrider.launch.cli import main
+from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
 from outrider.models.decode.from_config import policy_of
 from outrider.models.target.load import load_tokenizer
 from outrider.train.settings import load_run, parse, read_saved_config
@@ -48,7 +49,11 @@ from tests.test_page import write_run, write_search
 pytestmark = pytest.mark.untyped
 ERRORS = (ConfigError, RunError)
 TABLE = [[0.5, 0.25], [0.5, 0.25]]
-RANKS = {"format": rank_tables.FORMAT, "rows": [9, 9], **dict.fromkeys(rank_tables.TABLES, TABLE)}
+BINS = [[[4.0, 2.0]] * 10] * 2
+RANKS = {
+    "format": rank_tables.FORMAT, "rows": [9, 9], **dict.fromkeys(rank_tables.TABLES, TABLE),
+    "best@0 by confidence": BINS, "drawn@1 by confidence": BINS,
+}  # fmt: skip
 GOLDEN = {"sha256": {"config.json": "0" * 64}, "kind": "golden"}
 SIDECAR = {"tensors": {"fc.weight": {"dtype": "F32", "shape": [2, 2]}}}
 OBJECTS = (
@@ -207,6 +212,10 @@ def test_any_table_of_ranks_gives_a_tree_or_is_refused(run: Run, data: bytes) ->
         tables = rank_tables.read_tables(run.folder)
         for temperature in (0.0, 1.0):
             policy_of(replace(decode, temperature=temperature), tables)
+        for table in (tables or {}).values():
+            estimate = RequestAcceptance(Acceptance(table=table))
+            assert all(0 <= estimate.given(1, c) <= 1 for c in (0.0, 0.5, 1.0))
+            assert 0 <= estimate.mean(1) <= 1
 
 
 # ---- searches ----

@@ -364,7 +364,7 @@ def test_first_estimates_are_those_of_the_trained_part(tmp_path: Path) -> None:
     for trained in (str(tmp_path), {"path": str(tmp_path / "drafter")}):
         found = tables_of(None, Config(trained=trained))
         assert found is not None
-        assert found["best@0"].tolist() == table
+        assert found["best@0"].ranks.tolist() == table
     assert tables_of(None, None) is None
 
 

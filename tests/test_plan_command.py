@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from outrider.eval.run import evaluate
 from outrider.launch.bench import batch, rounds
 from outrider.launch.compare import compare
 from outrider.models import drafters
+from outrider.models.decode.acceptance import AcceptanceTable
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.round_costs import Grid
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -320,13 +323,29 @@ def test_bench_batch_of_an_unknown_kind_raises(run: Config) -> None:
         batch.batch([f"run.dir={run.run.dir}", "kinds=poetry"])
 
 
-def test_bench_batch_without_auto(tmp_path: Path) -> None:
+def test_bench_batch_decodes_as_eval(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the acceptance and the costs beside the run, but for impaired drafters."""
+    tables = {name: AcceptanceTable(TABLE) for name in ("best@0", "drawn@1")}
+    monkeypatch.setattr(batch, "read_tables", lambda folder: tables)
+    words = [f"run.dir={run.run.dir}", "limit=1"]
+    for weights, temperature in product(("trained", "random"), (0.0, 1.0)):
+        loaded = rounds.LoadedRun([*words, f"weights={weights}"], batch.Options)
+        auto = batch.automatic_drafts(loaded, temperature)
+        assert isinstance(auto, Auto)
+        if weights == "trained":
+            assert auto.table is tables["drawn@1" if temperature else "best@0"]
+            assert auto.file == loaded.folder / "costs.json"
+        else:
+            assert (auto.table, auto.file) == (None, None)
+
+
+def test_bench_batch_without_auto() -> None:
     """An early exit takes part in every round."""
     target = tiny.target()
     early = tiny.drafter("layerskip", target, exit_layer=1)
-    shapes = batch.shapes_of(target, early, tmp_path)
+    shapes = batch.shapes_of(target, early, None)
     assert [*shapes] == [batch.PLAIN, *batch.FIXED]
-    assert batch.AUTO in batch.shapes_of(target, tiny.drafter("eagle3", target), None)
+    assert batch.AUTO in batch.shapes_of(target, tiny.drafter("eagle3", target), Auto())
     row = {"kind": "all", "context": 0, "temperature": 0.0, "batch": 1, "plain/s": 9.0}
     table = batch.table_of([{**row, "best": "plain", "best x": 1.0, "same": 1, "answers": 1}])
     last = [next(iter(column.cells)) for column in table.columns[-5:]]

@@ -91,6 +91,9 @@ def test_rank_table_worked_example() -> None:
     torch.testing.assert_close(
         result.table, torch.tensor([[1.0, 1.0, 1.0], [1.5, 1.5, 0.0]]).double() / 3
     )
+    # the first of two tokens one nat apart has 0.73; that of four has 0.64
+    assert result.bins[0].nonzero().tolist() == [[6, 0], [7, 0], [7, 1]]
+    assert result.bins[:, 6:8].tolist() == [[[1, 0], [2, 1]], [[0, 0], [2, 1]]]
 
 
 def test_one_token_answer_raises() -> None:
@@ -134,12 +137,13 @@ def begins(trace: Trace) -> Iterator[tuple[int, int, int]]:
 
 def rank_table_by_loops(
     drafter: Drafter, target: Target, trace: Trace, ranks: int, temperature: float
-) -> tuple[list[list[float]], list[int]]:
+) -> tuple[list[list[float]], list[int], Tensor]:
     """Row by row: the target's row t + d verifies the k-th token of row t at depth d."""
     guesses = {
         guess.depth: tiny.spread(guess, trace) for guess in drafter.unroll(trace) if guess.depth
     }
     table, rows = [[0.0] * ranks for _ in range(3)], [0, 0, 0]
+    bins = torch.zeros(3, 10, 2, dtype=torch.float64)
     for b, t, d in begins(trace):
         logits = drafter.heads_by_depth([guesses[d][b, t][None]], [d])[0]
         order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
@@ -150,7 +154,10 @@ def rank_table_by_loops(
             else:
                 table[d - 1][k] += float(int(teacher.argmax()) == token)
         rows[d - 1] += 1
-    return [[x / n for x in row] for row, n in zip(table, rows, strict=True)], rows
+        row, first = logits[None].log_softmax(-1), table[d - 1][0] - float(bins[d - 1, :, 1].sum())
+        confidence = float(drafter.log_confidence(row, d, guesses[d][b, t][None]).exp())
+        bins[d - 1, min(9, int(confidence * 10))] += torch.tensor([1.0, first])
+    return [[x / n for x in row] for row, n in zip(table, rows, strict=True)], rows, bins
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -166,9 +173,10 @@ def test_rank_table_equals_loops_over_rows(name: str, temperature: float) -> Non
     answered = tiny.packed_trace(model)
     result = rank_table(drafter, model, [answered], 3, 36, temperature)
     with torch.no_grad():
-        table, rows = rank_table_by_loops(drafter, model, answered, 36, temperature)
+        table, rows, bins = rank_table_by_loops(drafter, model, answered, 36, temperature)
     assert result.rows.tolist() == rows == [22, 14, 6]
     torch.testing.assert_close(result.table, torch.tensor(table).double(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(result.bins, bins, atol=1e-6, rtol=1e-5)
     assert (result.table.sum(-1) > 0).all()
     assert (result.table.sum(-1) < 1).any()
 
@@ -189,6 +197,8 @@ def test_rank_table_weights_traces_by_rows(
     ]
     torch.testing.assert_close(again.table, result.table)
     assert again.rows.tolist() == (2 * result.rows).tolist()
+    torch.testing.assert_close(again.bins, 2 * result.bins)
+    torch.testing.assert_close(alone[0].bins + alone[1].bins, result.bins)
     rows = alone[0].rows + alone[1].rows
     mean = sum(one.table * one.rows[:, None] for one in alone) / rows[:, None]
     assert rows.tolist() == result.rows.tolist()
@@ -215,6 +225,22 @@ def test_rows_outside_rounds_are_ignored(
     answered = Trace(**{**vars(trace), "last": last})
     after = rank_table(drafter, target, [answered], 3, 5, 1.0, draft)
     torch.testing.assert_close(after.table, before.table)
+    torch.testing.assert_close(after.bins, before.bins)
+
+
+@torch.no_grad()
+def test_overlaps_are_counted_by_the_confidence_in_their_row(target: Target, trace: Trace) -> None:
+    flat = noisy_drafter(target, trace)
+    drafter = FixedDrafter([20 * states for states in flat.states], flat.vocab, target)
+    ids, expected = drafter.vocab.target_ids, torch.zeros(3, 10, 2, dtype=torch.float64)
+    for b, t, d in begins(trace):
+        q = drafter.heads_by_depth([drafter.states[d - 1][b, t][None]], [d])[0].double().softmax(-1)
+        p = target.logits(trace.last[b, t + d]).double().softmax(-1)[ids]
+        overlap = sum(min(float(x), float(y)) for x, y in zip(p, q, strict=True))
+        expected[d - 1, min(9, int(q.max() * 10))] += torch.tensor([1.0, overlap])
+    result = rank_table(drafter, target, [trace], 3, 5, 1.0, "drawn")
+    assert (expected[..., 0] > 0).sum() > 5
+    torch.testing.assert_close(result.bins, expected, atol=1e-6, rtol=1e-5)
 
 
 # ---- siblings drawn without replacement ----------------------------------------------------------
@@ -353,7 +379,7 @@ def monte_carlo_table(
             rest, q = rest / rest.sum(-1, keepdim=True), q.scatter(1, token, 0.0)
             q = q / q.sum(-1, keepdim=True)
         rows[d - 1] += rounds
-    return Ranks(table / rows[:, None], rows)
+    return Ranks(table / rows[:, None], rows, torch.zeros(3, 10, 2))
 
 
 def test_drawn_table_equals_monte_carlo(target: Target, trace: Trace) -> None:
@@ -423,11 +449,29 @@ def test_tables_of_a_run_are_written_and_read(tmp_path: Path) -> None:
     assert result is not None
     assert set(result) == {"best@0", "best@1", "drawn@1", "coupled@1"}
     again = rank_table(drafter, model, [answered], tiny.DEPTHS, 10, 1.0, "best").table
-    assert torch.equal(result["best@1"], again)
-    old = json.loads((tmp_path / module.FILE).read_text())
+    assert torch.equal(result["best@1"].ranks, again)
+    assert result.pop("coupled@1").bins is None  # it is judged by rows with noise
+    for table in result.values():
+        assert table.bins is not None
+        rows, accepted = table.bins.sum(1).unbind(-1)
+        torch.testing.assert_close(accepted / rows, table.ranks[:, 0])
+    content = json.loads((tmp_path / module.FILE).read_text())
+    old = {name: part for name, part in content.items() if "confidence" not in name}
     del old["coupled@1"]  # a file of an older version
     (tmp_path / module.FILE).write_text(json.dumps(old))
-    assert set(module.read_tables(tmp_path) or ()) == {"best@0", "best@1", "drawn@1"}
+    before = module.read_tables(tmp_path)
+    assert before is not None
+    assert set(before) == {"best@0", "best@1", "drawn@1"}
+    assert all(table.bins is None for table in before.values())
+    for wrong, why in (
+        ([[[1.0, 2.0]] * 10] * tiny.DEPTHS, "more is accepted than there are rows"),
+        ([[[1.0, 1.0]] * 9] * tiny.DEPTHS, "is not 3 x 10 x 2 numbers"),
+        ([[[1.0]]], r"\[0\]\[0\] is \[1.0\], not a list of this length"),
+    ):
+        bad = json.dumps(content | {"best@0 by confidence": wrong})
+        (tmp_path / module.FILE).write_text(bad)
+        with pytest.raises(RunError, match=why):
+            module.read_tables(tmp_path)
     (tmp_path / module.FILE).write_text('{"format": "another"}')
     with pytest.raises(RunError, match="format is 'another'"):
         module.read_tables(tmp_path)

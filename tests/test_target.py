@@ -124,6 +124,18 @@ def test_logits_of_some_tokens_are_a_part_of_all_logits(target: Target) -> None:
     torch.testing.assert_close(target.logits_of(last, ids), target.logits(last)[:, ids])
 
 
+def test_rows_of_the_head_are_kept_while_their_ids_are(target: Target) -> None:
+    last, first, second = torch.randn(2, 32), torch.tensor([1, 2]), torch.tensor([3, 4])
+    for ids in (first, second, first):
+        expected = target.logits(last)[:, ids]
+        torch.testing.assert_close(target.logits_of(last, ids), expected)
+    kept = target._head_rows[first][0]
+    target.logits_of(last, second)
+    assert target._head_rows[first][0] is kept
+    del second, ids
+    assert len(target._head_rows) == 1
+
+
 def test_a_full_cache_raises() -> None:
     target = Target(small_model("llama"))
     nine = torch.arange(9)[None]

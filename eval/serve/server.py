@@ -53,7 +53,7 @@ class Server:
             decode: sampling and draft of requests that do not set them.
             listener: listens already; it is closed at the end of `run`.
             default_tokens: longest answer of a request that sets none.
-            tables: acceptance by rank, for static trees and the first estimates of "auto".
+            tables: measured acceptance, for static trees and the first estimates of "auto".
         """
         self.options, self.listener, self.console = options, listener, console
         self.metrics = Metrics(self._gauges)

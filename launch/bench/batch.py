@@ -3,7 +3,8 @@
 A setting is a kind of text, a context, a temperature and a batch size. In each repetition all
 shapes decode the same requests, one after the other, in an order that rotates, above temperature 0
 with new seeds; ratios are taken within a repetition, and medians of the repetitions count. `auto`
-has the cost table of the run, and has seen the setting once, in a pass that warms up every shape.
+is that of `outrider eval`, with the cost table and the measured acceptance of the run, and has seen
+the setting once, in a pass that warms up every shape.
 
     plain/s    tokens per second of plain decoding, all requests of the batch together
     best       the fixed shape with the largest speedup of this table, which is known only
@@ -32,7 +33,6 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import track
@@ -42,17 +42,18 @@ from outrider.conf.console import Console
 from outrider.conf.errors import ConfigError
 from outrider.conf.fields import option
 from outrider.data.suite import load_suite
+from outrider.eval.auto_policy import policy_beside
+from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.plan.interleaved import request_groups
+from outrider.eval.rank_tables import read_tables, tables_of
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench.impaired_drafters import Weights, impaired
 from outrider.launch.bench.rounds import LoadedRun, RunOptions, tokens_per_second
-from outrider.models.decode.auto.policy import Auto
-from outrider.models.decode.costs.cost_table import FILE
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
+from outrider.models.decode.from_config import parse_policy_at_temperature
 from outrider.models.decode.policy import Chain, Policy
 from outrider.models.decode.request import Output, Request
-from outrider.models.decode.rules.rule_table import DRAWN
 from outrider.models.decode.sampling_params import Sampling
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
@@ -143,6 +144,8 @@ def batch(words: list[str]) -> int:
     options = run.options
     if options.weights == "random":
         impaired(run.drafter, "random")
+    elif options.weights == "trained":
+        attach_calibration(run.drafter, run.folder / "drafter")
     texts = {kind: _requests(run, kind) for kind in options.kinds}
     lists = texts, options.contexts, options.temperatures, options.batches
     settings = [Setting(*values) for values in product(*lists)]
@@ -196,11 +199,11 @@ def with_context(
 def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request]) -> dict[str, Any]:
     """Decode by turns, and return the row of a setting."""
     sampling, size = Sampling(setting.temperature), setting.batch
-    file = run.folder / FILE if run.options.weights == "trained" else None
+    auto = None if run.drafter.runs_target() else automatic_drafts(run, setting.temperature)
     weights: Weights = "trained" if run.options.weights == "random" else run.options.weights
     engines = {
         name: run.engine(policy, sampling, impaired(run.drafter, weights), setting.context > 0)
-        for name, policy in shapes_of(run.target, run.drafter, file, run.options.shapes).items()
+        for name, policy in shapes_of(run.target, run.drafter, auto, run.options.shapes).items()
     }
     turns = range(1 + run.options.repeats)
     _, *repetitions = [_by_turns(engines, requests, size, turn) for turn in turns]
@@ -229,21 +232,30 @@ def _measure(run: LoadedRun[Options], setting: Setting, requests: list[Request])
 
 
 def shapes_of(
-    target: Target, drafter: Drafter, costs: Path | None, names: Sequence[str] = tuple(FIXED)
+    target: Target, drafter: Drafter, auto: Policy | None, names: Sequence[str] = tuple(FIXED)
 ) -> dict[str, Policy | None]:
-    """Return the shapes to compare.
-
-    Args:
-        costs: file of the cost table; None: in the user's cache.
-    """
+    """Return the shapes to compare."""
     chains_only = target.recurrent or drafter.chains_only
     fixed = {
         name: FIXED[name] for name in names if not (chains_only and FIXED[name].branches)
     }  # fmt: skip
     shapes: dict[str, Policy | None] = {PLAIN: None, **fixed}
-    if not drafter.runs_target():
-        shapes[AUTO] = Auto(draft=DRAWN, file=costs)
+    if auto is not None:
+        shapes[AUTO] = auto
     return shapes
+
+
+def automatic_drafts(run: LoadedRun[Options], temperature: float) -> Policy:
+    """Return what `outrider eval decode=auto` decodes with.
+
+    The costs and the acceptance beside the run are those of its trained weights.
+    """
+    _, greedy = parse_policy_at_temperature("auto@0")
+    decode = dataclasses.replace(greedy, temperature=temperature)
+    if run.options.weights != "trained":
+        return policy_beside(decode, None)
+    tables = read_tables(run.folder) or tables_of(None, run.config.drafter)
+    return policy_beside(decode, run.folder / "drafter", tables)
 
 
 def _by_turns(

@@ -10,9 +10,10 @@ Two estimates:
                               corrected by one offset in log-odds of this request
 
 A label is 0 or 1, or the probability of acceptance where it is known (the overlap of both rows):
-the same mean with less variance. All counts forget slowly. Bins begin as the confidence itself,
-with more weight if the checkpoint's calibration has been measured; those of drawn tokens begin at
-one value, high enough that deeper levels are tried.
+the same mean with less variance. All counts forget slowly. Means and bins begin as they were
+measured on held-out text, if they were (`AcceptanceTable`). Else bins begin as the confidence
+itself, with more weight if that is calibrated; those of drawn tokens begin at one value, high
+enough that deeper levels are tried.
 
 Siblings are accepted with a share of what the first token misses, by their rank, at all depths.
 
@@ -21,9 +22,11 @@ and forgetting, is that of vLLM's adaptive verification, here with one Newton st
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 BINS = 10  # of confidence
@@ -31,7 +34,7 @@ DEPTHS = 16  # deeper ones count as the last
 RANKS = 4  # children of a node
 PRIOR = 10.0  # labels that the estimate of all requests weighs in that of one
 CALIBRATED, GUESSED = 50.0, 4.0  # labels that a measured confidence weighs, and other first values
-MEASURED = 20.0  # labels that a row of a measured table weighs
+MEASURED = 20.0  # labels that a row or, at most, a bin of a measured table weighs
 FIRST = 0.6  # acceptance at every depth, before any is seen
 SIBLINGS = (0.3, 0.12, 0.06)  # of what the first child misses, by rank, before any is seen
 MEMORY, MEMORY_ALL = 0.96, 0.998  # of a label, in the estimate of one request and of all
@@ -39,6 +42,19 @@ BIAS, MEMORY_BIAS = 10.0, 0.99  # tokens that the first value weighs, and memory
 STIFFNESS = 12.5  # of the offset of a request: 50 labels of probability 1/2
 NEAR_ONE = 0.999
 AFRESH = 0.8  # acceptance after a probe has been accepted: where drafts pay, it is often high
+
+
+class AcceptanceTable(NamedTuple):
+    """Acceptance of a drafter's tokens, measured by teacher forcing (`eval/rank_tables.py`).
+
+    Attributes:
+        ranks: probability by depth and rank.
+        bins: by depth and bin of the drafter's confidence, how many rows there were, and how many
+            first tokens are expected to be accepted in them; None: not measured.
+    """
+
+    ranks: Float[Tensor, "D K"]
+    bins: Float[Tensor, "D bins 2"] | None = None
 
 
 @dataclass
@@ -55,6 +71,12 @@ class Rate:
     def add(self, label: float, memory: float) -> None:
         self.labels = memory * self.labels + 1
         self.total = memory * self.total + label
+
+    def add_measured(self, labels: float, total: float) -> None:
+        """Add labels that were measured before; they weigh MEASURED at most."""
+        share = min(1.0, MEASURED / max(labels, 1.0))
+        self.labels += share * labels
+        self.total += share * total
 
 
 def _guess(mean: float, weight: float = GUESSED) -> Rate:
@@ -95,27 +117,31 @@ class Acceptance:
         self,
         weight: float = GUESSED,
         drawn: bool = False,
-        table: Float[Tensor, "D K"] | None = None,
+        table: AcceptanceTable | None = None,
     ) -> None:
         """
         Args:
             weight: of the drafter's confidence, in labels: CALIBRATED if it is measured.
             drawn: tokens are drawn from the drafter's rows, and accepted with the overlap of these
                 and the target's: the confidence says nothing of it until labels do.
-            table: measured acceptance by depth and rank (`eval/rank_tables.py`), the first values;
-                the deepest row stands for deeper ones.
+            table: the first values; the deepest row stands for deeper ones.
         """
         self.drawn = drawn
         self.levels = [_guess(FIRST) for _ in range(DEPTHS)]
         bins = [AFRESH if drawn else (i + 0.5) / BINS for i in range(BINS)]
         self.bins = [[_guess(middle, weight) for middle in bins] for _ in range(DEPTHS)]
         self.siblings = [_guess(share) for share in SIBLINGS]
-        if table is not None:
-            rows = [*table.tolist(), *[table[-1].tolist()] * DEPTHS][:DEPTHS]
-            self.levels = [_guess(row[0], MEASURED) for row in rows]
-            missed = max(1 - rows[0][0], 1 - NEAR_ONE)
-            known = [_guess(rate / missed, MEASURED) for rate in rows[0][1:RANKS]]
-            self.siblings = known + self.siblings[len(known) :]
+        if table is None:
+            return
+        rows = _to_depths(table.ranks)
+        self.levels = [_guess(row[0], MEASURED) for row in rows]
+        missed = max(1 - rows[0][0], 1 - NEAR_ONE)
+        known = [_guess(rate / missed, MEASURED) for rate in rows[0][1:RANKS]]
+        self.siblings = known + self.siblings[len(known) :]
+        if table.bins is not None:
+            for own, measured in zip(self.bins, _to_depths(table.bins), strict=True):
+                for rate, (count, accepted) in zip(own, measured, strict=True):
+                    rate.add_measured(count, accepted)
 
     def sibling_row(self, first: float) -> list[float]:
         """Return the acceptance of a node's children by rank, given that of the first."""
@@ -154,8 +180,7 @@ class RequestAcceptance:
     def given(self, depth: int, confidence: float) -> float:
         """Return the estimate after the drafter has computed a row with this largest value."""
         bins = self.shared.bins[min(depth, DEPTHS) - 1]
-        rate = bins[min(BINS - 1, int(max(0.0, confidence) * BINS))].mean
-        return _shifted(rate, self.offset)
+        return _shifted(bins[_bin(confidence)].mean, self.offset)
 
     def restart(self, confidence: float | None) -> None:
         """Forget the labels, for the text has changed: AFRESH at every depth.
@@ -178,8 +203,21 @@ class RequestAcceptance:
         expected = self.given(depth, confidence)
         self.curvature = MEMORY * self.curvature + expected * (1 - expected)
         self.offset += (label - expected) / (self.curvature + STIFFNESS)
-        index = min(BINS - 1, int(max(0.0, confidence) * BINS))
-        self.shared.bins[level][index].add(label, MEMORY_ALL)
+        self.shared.bins[level][_bin(confidence)].add(label, MEMORY_ALL)
+
+
+def bin_of(confidence: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """Return the bins of confidences."""
+    return (confidence * BINS).long().clamp(0, BINS - 1)
+
+
+def _bin(confidence: float) -> int:
+    return min(BINS - 1, int(max(0.0, confidence) * BINS))
+
+
+def _to_depths(table: Tensor) -> list[Sequence[Any]]:
+    """Return DEPTHS rows of a table by depth; the deepest stands for deeper ones."""
+    return [*table.tolist(), *[table[-1].tolist()] * DEPTHS][:DEPTHS]
 
 
 def _shifted(rate: float, offset: float) -> float:

@@ -18,6 +18,7 @@ from outrider.conf.fields import from_dict
 from outrider.conf.plugins import OWN_PART, Registry
 from outrider.conf.schema import Config, EvalConfig, UntrainedConfig
 from outrider.models.decode import tree_shapes
+from outrider.models.decode.acceptance import AcceptanceTable
 from outrider.models.decode.adaptive_confidence import AdaptiveConfidence
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.dynamic_tree import DynamicTree
@@ -44,7 +45,7 @@ SHARED = (
 AUTO_DRAFTS, AUTO_RULES = ("auto", "coupled"), ("auto", "ratio", "block", "coupled")
 # of `decode`, without effect at temperature 0
 ABOVE_ZERO = ("verify", "draft", "lenience", "epsilon", "delta", "top_p", "top_k", "min_p")
-Tables = Mapping[str, Tensor]  # eval/rank_tables.py: "best@0", "drawn@1", .. -> table [D, K]
+Tables = Mapping[str, AcceptanceTable]  # eval/rank_tables.py: "best@0", "drawn@1", ..
 PolicyFn = Callable[[DecodeConfig, Tables | None], Policy]
 
 
@@ -132,7 +133,7 @@ def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Path
         why = f"The run has no measured acceptance per rank ({name} in ranks.json)."
         fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
         raise ConfigError("decode.tree", decode.tree, why, fix)
-    table = tables[name][: decode.depth, : decode.width]
+    table = tables[name].ranks[: decode.depth, : decode.width]
     return best_tree(name, table, decode.nodes)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from outrider.conf.errors import ConfigError
 from outrider.models.cache.attention_cache import AttentionCache
@@ -106,7 +107,7 @@ class Target:
         self.num_layers, self.vocab_size = len(self.layers), int(self.head.weight.shape[0])
         # neither quantised, sharded nor wrapped
         self._plain_head = type(self.head) is nn.Linear and type(self.head.weight.data) is Tensor
-        self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._head_rows = WeakTensorKeyDictionary()  # the head's rows and bias, by token ids
         self.set_taps(taps)
 
     @property
@@ -159,10 +160,10 @@ class Target:
         self, last: Float[Tensor, "*rows H"], ids: Int[Tensor, " Vd"]
     ) -> Float[Tensor, "*rows Vd"]:
         """Apply the head for these token ids only, with a cache of its rows by `ids`' identity."""
-        if self._head_rows is None or self._head_rows[0] is not ids:
+        if ids not in self._head_rows:
             bias = getattr(self.head, "bias", None)
-            self._head_rows = ids, self.head_weight[ids], None if bias is None else bias[ids]
-        _, weight, bias = self._head_rows
+            self._head_rows[ids] = self.head_weight[ids], None if bias is None else bias[ids]
+        weight, bias = self._head_rows[ids]
         return self.scale_logits(linear(last.to(weight.dtype), weight, bias))
 
     def scale_logits(self, logits: Float[Tensor, "*rows X"]) -> Float[Tensor, "*rows X"]:

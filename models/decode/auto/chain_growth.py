@@ -42,7 +42,8 @@ class ChainGrowth:
         below: whether levels below the last computed one add more than they cost.
         confidences: per submitted level and request (`DraftContext.log_confidence`).
         logits: per submitted level.
-        unsubmitted: per request, the confidences of a last level that was computed in vain.
+        unsubmitted: per request, its confidence in a last level that was computed in vain; None:
+            its draft had ended.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ChainGrowth:
         self.kind, self.steps = draft, 0
         self._means: list[list[float]] = []  # with optimism, per level and request
         self.confidences, self.logits = list[list[float]](), list[Tensor]()
-        self.unsubmitted: Sequence[float] = ()
+        self.unsubmitted: Sequence[float | None] = ()
 
     def propose(self, context: DraftContext) -> Draft:
         """Draft; the first level is always computed."""
@@ -80,7 +81,10 @@ class ChainGrowth:
             log_q = logits.float().log_softmax(-1)
             confidences = [*map(math.exp, context.log_confidence(log_q).flatten().tolist())]
             if not self.submits(depth + 1, confidences):
-                self.unsubmitted = confidences
+                self.unsubmitted = [
+                    confidence if depth < limit else None
+                    for confidence, limit in zip(confidences, self.limits, strict=True)
+                ]
                 break
             ids.append(next_token(context, logits, rows if is_sampled else None))
             self.confidences.append(confidences)

@@ -52,7 +52,7 @@ class Round:
     drafted: DraftShape | None = None
     confidences: Sequence[Sequence[float]] = ()
     logits: Sequence[Tensor] = ()
-    unsubmitted: Sequence[float] = ()
+    unsubmitted: Sequence[float | None] = ()
     is_tree: bool = False
     roots: Sequence[RootRow | None] = ()
     dropped: float = 0.0
@@ -124,9 +124,10 @@ class Round:
                 if self.overlaps:
                     label = self.overlaps[slot][level]
                 estimate.add(level + 1, label, self.confidences[level][slot])
-            if self.unsubmitted and accepted == drafted == len(self.confidences) and not cut:
+            unsubmitted = self.unsubmitted[slot] if self.unsubmitted else None
+            if unsubmitted is not None and accepted == drafted == len(self.confidences) and not cut:
                 level = drafted + 1
-                estimate.add(level, estimate.given(level, self.unsubmitted[slot]))
+                estimate.add(level, estimate.given(level, unsubmitted))
             if accepted < drafted and not cut and not self.overlaps:
                 rejected.append((slot, accepted))
         self._teach_ranks(rejected)

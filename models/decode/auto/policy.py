@@ -18,11 +18,15 @@ from operator import is_
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from outrider.conf.errors import ConfigError
-from outrider.models.decode.acceptance import CALIBRATED, GUESSED, Acceptance, RequestAcceptance
+from outrider.models.decode.acceptance import (
+    CALIBRATED,
+    GUESSED,
+    Acceptance,
+    AcceptanceTable,
+    RequestAcceptance,
+)
 from outrider.models.decode.auto.auto_rule import auto_rule
 from outrider.models.decode.auto.chain_growth import ChainGrowth
 from outrider.models.decode.auto.choice import ChainCosts, Choice
@@ -65,7 +69,7 @@ class Auto:
         file: of the cost table; None: in the user's cache.
         first_plain: plain rounds of each size of the batch before its first draft, which measure
             plain decoding.
-        table: measured acceptance of the drafter by depth and rank, which estimates begin with.
+        table: measured acceptance of the drafter, which estimates begin with.
         notes: sentences on the cost table, for the user.
         announce: called with a sentence before costs are measured.
     """
@@ -77,7 +81,7 @@ class Auto:
     eps: float = 0.03
     file: Path | None = None
     first_plain: int = 3
-    table: Float[Tensor, "D K"] | None = None
+    table: AcceptanceTable | None = None
     notes: list[str] = field(default_factory=list)
     announce: Announce = say_nothing
     branches = True
@@ -161,6 +165,11 @@ class Auto:
             self.controller = Controller(costs, self.eps, *limits)
         self.controller.costs = costs
 
+    @property
+    def _mixes_rows(self) -> bool:
+        """Whether rows are not those of the drafter that the table was measured with alone."""
+        return self._drafter is not None and self._drafter.inner.is_composite
+
     def _shared(self, kind: str, drawn: bool) -> Acceptance:
         """Return the estimates of all requests whose draft tokens are drawn, or are not.
 
@@ -170,6 +179,8 @@ class Auto:
         if (kind, drawn) not in self._acceptance:
             weight = GUESSED if drawn else self._weight
             table = None if kind else self.table
+            if table and (weight == CALIBRATED or self._mixes_rows):
+                table = table._replace(bins=None)  # they are of other confidences
             self._acceptance[kind, drawn] = Acceptance(weight, drawn, table)
         return self._acceptance[kind, drawn]
 
