@@ -7,13 +7,9 @@ import torch
 
 from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
-from outrider.eval.calibration import (
-    BINS,
-    calibrate,
-    depth_summaries,
-    reliability,
-)
+from outrider.eval.calibration import calibrate, depth_summaries, reliability
 from outrider.eval.calibration_file import read_calibration
+from outrider.models.decode.acceptance import BINS
 from outrider.train.settings import parse
 from tests import tiny
 from tests.runs import QUIET
