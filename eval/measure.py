@@ -33,7 +33,7 @@ from outrider.data.suite import eval_source, load_suite
 from outrider.data.tokenise import prompt_ids
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.metrics import Record, median_times, predicted_speedups, ratio, summarise
-from outrider.eval.rank_tables import read_tables, tables_beside, tables_of
+from outrider.eval.rank_tables import tables_for
 from outrider.eval.report import Mismatch, Report, format_number
 from outrider.eval.report_auto import answer_fields, summarise_auto
 from outrider.models.decode.auto.policy import Auto
@@ -42,7 +42,6 @@ from outrider.models.decode.from_config import depth_warning, rule_of, sampling_
 from outrider.models.decode.request import Output, Stops
 from outrider.models.decode.rules.rule_table import RULES
 from outrider.models.decode.verifier import CoupledVerifier
-from outrider.models.drafters.parts.part import folder_of
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.interface import Trace
@@ -118,9 +117,7 @@ class Measurement:
         sampling = sampling_of(decode, target.vocab_size)
         run = Path(config.run.dir)
         own = run / "drafter" if config.eval.drafter is None else None
-        other = folder_of(config.eval.drafter) if config.eval.drafter else None
-        tables = tables_beside(other) or read_tables(run) or tables_of(None, config.drafter)
-        self.policy = policy = policy_beside(decode, own, tables)
+        self.policy = policy = policy_beside(decode, own, tables_for(config))
         rule = rule_of(decode, policy)
         self.rule = rule.name
         self.fast = Engine(target, drafter, policy, sampling=sampling, stops=stops, rule=rule)

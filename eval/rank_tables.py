@@ -42,6 +42,7 @@ from torch import Tensor
 from outrider.conf.errors import CorruptFile
 from outrider.conf.files import write_json
 from outrider.conf.json_shapes import read_object
+from outrider.conf.schema import Config
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import BINS, AcceptanceTable, bin_of
 from outrider.models.decode.rules.gumbel_coupling import log_exponential
@@ -258,6 +259,13 @@ def tables_of(folder: Path | None, drafter: Any) -> dict[str, AcceptanceTable] |
     path = getattr(drafter, "trained", None) if folder is None else None
     path = path.get("path") if isinstance(path, dict) else path
     return tables_beside(folder_of(path) if isinstance(path, str) else folder)
+
+
+def tables_for(config: Config) -> dict[str, AcceptanceTable] | None:
+    """Read the tables of an evaluation: those beside `eval.drafter`, else those of the run."""
+    other = folder_of(config.eval.drafter) if config.eval.drafter else None
+    run = read_tables(Path(config.run.dir))
+    return tables_beside(other) or run or tables_of(None, config.drafter)
 
 
 def read_tables(folder: Path) -> dict[str, AcceptanceTable] | None:

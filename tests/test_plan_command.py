@@ -326,7 +326,7 @@ def test_bench_batch_of_an_unknown_kind_raises(run: Config) -> None:
 def test_bench_batch_decodes_as_eval(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the acceptance and the costs beside the run, but for impaired drafters."""
     tables = {name: AcceptanceTable(TABLE) for name in ("best@0", "drawn@1")}
-    monkeypatch.setattr(batch, "read_tables", lambda folder: tables)
+    monkeypatch.setattr(batch, "tables_for", lambda config: tables)
     words = [f"run.dir={run.run.dir}", "limit=1"]
     for weights, temperature in product(("trained", "random"), (0.0, 1.0)):
         loaded = rounds.LoadedRun([*words, f"weights={weights}"], batch.Options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.conf.compose import compose
 from outrider.conf.errors import RunError
 from outrider.eval import rank_tables as module
 from outrider.eval.rank_tables import Ranks, rank_table, sibling_acceptance
@@ -20,6 +21,7 @@ from outrider.models.drafting.drafter import Drafter
 from outrider.models.drafting.vocab import DraftVocab
 from outrider.models.interface import Trace
 from outrider.models.target.target import Target
+from outrider.train.settings import parse
 from outrider.train.teacher import TargetHead
 from tests import tiny
 from tests.enumeration import Context, Law, coupled_acceptance, distance, enumerate_law
@@ -475,6 +477,21 @@ def test_tables_of_a_run_are_written_and_read(tmp_path: Path) -> None:
     (tmp_path / module.FILE).write_text('{"format": "another"}')
     with pytest.raises(RunError, match="format is 'another'"):
         module.read_tables(tmp_path)
+
+
+def test_an_evaluation_begins_with_the_tables_beside_its_drafter(tmp_path: Path) -> None:
+    def write(folder: Path, rate: float) -> None:
+        folder.mkdir()
+        tables = {key: [[rate]] for key in module.TABLES}
+        (folder / module.FILE).write_text(json.dumps({"format": module.FORMAT, **tables}))
+
+    write(tmp_path / "run", 0.25)
+    words = [f"run.dir={tmp_path / 'run'}"]
+    other = [*words, f"eval.drafter={tmp_path / 'other'}"]
+    found = [module.tables_for(parse(compose(each))) for each in (words, other)]
+    write(tmp_path / "other", 0.75)
+    found.append(module.tables_for(parse(compose(other))))
+    assert [one and float(one["best@0"].ranks) for one in found] == [0.25, 0.25, 0.75]
 
 
 def test_best_tree_depends_on_the_kind_of_siblings() -> None:

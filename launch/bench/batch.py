@@ -45,7 +45,7 @@ from outrider.data.suite import load_suite
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.calibration_file import attach_calibration
 from outrider.eval.plan.interleaved import request_groups
-from outrider.eval.rank_tables import read_tables, tables_of
+from outrider.eval.rank_tables import tables_for
 from outrider.eval.report_tables import narrow_table
 from outrider.launch.bench.impaired_drafters import Weights, impaired
 from outrider.launch.bench.rounds import LoadedRun, RunOptions, tokens_per_second
@@ -254,8 +254,7 @@ def automatic_drafts(run: LoadedRun[Options], temperature: float) -> Policy:
     decode = dataclasses.replace(greedy, temperature=temperature)
     if run.options.weights != "trained":
         return policy_beside(decode, None)
-    tables = read_tables(run.folder) or tables_of(None, run.config.drafter)
-    return policy_beside(decode, run.folder / "drafter", tables)
+    return policy_beside(decode, run.folder / "drafter", tables_for(run.config))
 
 
 def _by_turns(
