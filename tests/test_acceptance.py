@@ -26,7 +26,7 @@ from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.round_costs import chain_shape
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Chain, Draft
-from outrider.models.decode.request import ActiveRequest, Request
+from outrider.models.decode.request import ACCEPTED, ActiveRequest, Request
 from outrider.models.decode.rules.rule_table import BEST
 from outrider.models.drafting.calibration import Bin, Calibration
 from tests import tiny
@@ -117,25 +117,53 @@ def test_the_bias_is_the_ratio_of_accepted_to_expected_tokens() -> None:
     assert bias.value == pytest.approx(1.0)
 
 
-def probe(accepted: int, mean: float) -> tuple[Round, RequestAcceptance]:
-    """A round of one request that has accepted tokens with this estimate at every depth."""
+def probe(accepted: Sequence[int], mean: float) -> tuple[Round, list[RequestAcceptance]]:
+    """A round with chains of 4, of requests with this estimate at every depth."""
     table = AcceptanceTable(torch.full((16, 1), mean))
-    estimate = RequestAcceptance(Acceptance(table=table))
-    request = ActiveRequest(0, Request([0, 1], 8), Random(0))
-    request.out.accepted = [accepted]
-    return Round([request], [estimate], Choice(chain_shape(4), 2.0, 1.0), 1.0), estimate
+    estimates = [RequestAcceptance(Acceptance(table=table)) for _ in accepted]
+    requests = [
+        ActiveRequest(slot, Request([0, 1], 8), Random(slot)) for slot in range(len(accepted))
+    ]
+    for one, count in zip(requests, accepted, strict=True):
+        one.out.accepted, one.out.drafted = [count], [4]
+    return Round(requests, estimates, Choice(chain_shape(4), 2.0, 1.0), 1.0), estimates
 
 
-@pytest.mark.parametrize(("accepted", "mean"), [(1, 0.05), (1, 0.3), (3, 0.3), (4, 0.6), (0, 0.3)])
+@pytest.mark.parametrize("mean", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize(
+    "accepted", [(0,), (1,), (3,), (4,), (0, 0, 0), (1, 0, 0), (1, 4, 0), (2, 4, 3)]
+)
 def test_estimates_begin_afresh_where_the_text_has_probably_changed(
-    accepted: int, mean: float
+    accepted: Sequence[int], mean: float
 ) -> None:
     """The odds of a change in the rounds before, times the ratio of the likelihoods, exceed 1."""
+    count, rejected = sum(accepted), sum(one < 4 for one in accepted)
     for waited in (1, 2, 4, 8, 64):
-        last, estimate = probe(accepted, mean)
+        last, estimates = probe(accepted, mean)
         last.restart(waited)
-        changed = accepted > 0 and waited / PASSAGE * (AFRESH / mean) ** accepted > 1
-        assert (estimate.mean(1) > mean + 0.01) == changed
+        ratio = (AFRESH / mean) ** count * ((1 - AFRESH) / (1 - mean)) ** rejected
+        changed = min(1, waited / PASSAGE) * ratio > 1
+        for one, estimate in zip(accepted, estimates, strict=True):
+            assert (estimate.mean(1) > mean + 0.01) == (changed and one > 0)
+
+
+def test_a_text_that_ends_within_its_draft_hides_the_next_level() -> None:
+    """Its draft has a token less that is rejected, so that a change is more probable."""
+    restarted = set[bool]()
+    for reason in ("", "length"):
+        last, (estimate,) = probe([1], 0.3)
+        out = last.requests[0].out
+        out.stop_reason, out.origins = reason, [ACCEPTED]
+        last.restart(6)
+        restarted.add(estimate.mean(1) > 0.31)
+    assert restarted == {False, True}
+
+
+def test_one_token_by_chance_restarts_no_batch() -> None:
+    """One of four drafts has a right token, as one of four does by the estimates."""
+    last, estimates = probe([1, 0, 0, 0], 0.25)
+    last.restart(256)
+    assert [one.mean(1) for one in estimates] == pytest.approx([0.25] * 4)
 
 
 def test_a_request_that_abstains_is_not_taught_by_a_level_in_vain() -> None:

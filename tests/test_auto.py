@@ -23,7 +23,7 @@ from outrider.eval.report_auto import auto_lines, choice_shares, shares_of
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
-from outrider.models.decode.auto.chain_growth import OPTIMISM, ChainGrowth
+from outrider.models.decode.auto.chain_growth import ChainGrowth
 from outrider.models.decode.auto.choice import BUDGETS, ChainCosts, tree_shapes_of
 from outrider.models.decode.auto.controller import AMORTISED, Situation
 from outrider.models.decode.auto.policy import Auto
@@ -128,7 +128,7 @@ def test_a_chain_grows_as_the_best_further_plan_says(least: int) -> None:
 
         survival, net, below = growth.survival, 0.0, 0.0
         for level in range(depth + 1, max(growth.limits) + 1):
-            means = (one.mean(level, OPTIMISM) * (level <= limit)
+            means = (one.mean(level, 1 / len(requests) ** 0.5) * (level <= limit)
                      for one, limit in zip(requests, growth.limits, strict=True))  # fmt: skip
             survival = [s * mean for s, mean in zip(survival, means, strict=True)]
             net += sum(survival) - rate * (costs.total(level) - costs.total(level - 1))

@@ -6,7 +6,8 @@ from values known before the draw of the token concerned:
     submit    the drafter's confidence says how likely the token is accepted; it is drawn and
               verified if that pays for one more verified row and what may follow it
     go on     another level is drafted if, by the mean acceptance of deeper levels and a standard
-              error, some number of them adds more tokens than the same seconds yield elsewhere
+              error of their sum over the requests, some number of them adds more tokens than the
+              same seconds yield elsewhere
 
 With survivals S, expected tokens per second of the best plan `rate`, and seconds C:
 
@@ -26,12 +27,10 @@ import torch
 from torch import Tensor
 
 from outrider.models.decode.acceptance import RequestAcceptance
-from outrider.models.decode.auto.choice import ChainCosts
+from outrider.models.decode.auto.choice import ChainCosts, optimism_of
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft, chain_draft, next_token, root_index
 from outrider.models.decode.rules.rule_table import SAMPLED_DRAFTS
-
-OPTIMISM = 1.0  # standard errors of each request: levels that are seldom drafted are tried
 
 
 class ChainGrowth:
@@ -129,9 +128,9 @@ class ChainGrowth:
     def _mean(self, level: int) -> list[float]:
         """Return the optimistic acceptance of every request; 0 beyond its limit."""
         while len(self._means) < level:
-            depth = len(self._means) + 1
+            depth, optimism = len(self._means) + 1, optimism_of(len(self.requests))
             self._means.append([
-                one.mean(depth, OPTIMISM) if depth <= limit else 0.0
+                one.mean(depth, optimism) if depth <= limit else 0.0
                 for one, limit in zip(self.requests, self.limits, strict=True)
             ])  # fmt: skip
         return self._means[level - 1]

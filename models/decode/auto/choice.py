@@ -9,6 +9,7 @@ is 0. The verified rows of a batch are padded to the largest draft, so that a le
 for one request as for all: it is drafted for all where the sum of their survivals pays.
 """
 
+import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -100,6 +101,14 @@ def chain_choices(tokens: Sequence[float], costs: ChainCosts, reading: float) ->
         gain = tokens[depth] / seconds / plain
         choices.append(Choice(chain_shape(depth), tokens[depth], seconds, gain))
     return choices
+
+
+def optimism_of(requests: int) -> float:
+    """Return the standard errors to add to each estimate, so that their sum is raised by one.
+
+    Of each request alone it would be one: levels that are seldom drafted are tried.
+    """
+    return 1 / math.sqrt(requests)
 
 
 def tree_shapes_of(

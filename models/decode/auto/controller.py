@@ -29,6 +29,7 @@ from outrider.models.decode.auto.choice import (
     Choice,
     chain_choices,
     chain_tokens,
+    optimism_of,
 )
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.plain_rounds import PlainRounds
@@ -226,7 +227,7 @@ class Controller:
             self._wait -= 1
             return plain._replace(why=OFF)
         if self._off:
-            choices = self._candidates(now, deepest, optimism=1.0)
+            choices = self._candidates(now, deepest, optimism_of(len(now.rooms)))
         ranked = sorted(choices, key=lambda one: one.rate, reverse=True)
         allowed = (one for one in ranked if self.allows(one.shape, self._without(one, now), now))
         best = next(allowed, plain)

@@ -14,7 +14,7 @@ from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_sh
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.drafting.vocab import DraftVocab
 
-PASSAGE = 12  # rounds in which a text changes once, on average: a guess
+PASSAGE = 12  # rounds after which a text has changed, at even odds: a guess
 
 
 @dataclass
@@ -116,8 +116,7 @@ class Round:
         rejected = list[tuple[int, int]]()  # slot, and level of its first rejected token
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
             accepted, drafted = one.out.accepted[-1], one.out.drafted[-1]
-            # a text that ends within its draft hides the next level
-            cut = bool(one.out.stop_reason) and one.out.origins[-1] == ACCEPTED
+            cut = _is_cut(one)
             reached = min(accepted if cut else accepted + 1, drafted, len(self.confidences))
             for level in range(reached):
                 label = float(level < accepted)
@@ -135,19 +134,28 @@ class Round:
     def restart(self, waited: int) -> None:
         """Begin the estimates afresh where the text has probably changed.
 
-        That is, where so many accepted tokens are improbable enough by the estimates.
+        That is, where the outcome of the round, that of all requests together, is more probable
+        after a change than by the estimates. A request without an accepted token keeps its own.
 
         Args:
-            waited: rounds since the weights drafted, in which it may have changed.
+            waited: rounds since the weights drafted, in which it may have changed: at even odds
+                after PASSAGE and more.
         """
+        changed, unchanged, right = min(1.0, waited / PASSAGE), 1.0, list[int]()
         for slot, (one, estimate) in enumerate(zip(self.requests, self.estimates, strict=True)):
             if self.kinds and self.kinds[slot]:
                 continue
-            depths = range(1, one.out.accepted[-1] + 1)
-            unchanged = math.prod(map(estimate.mean, depths))
-            changed = waited / PASSAGE * AFRESH ** len(depths)
-            if depths and changed > unchanged:
-                estimate.restart(self.confidences[0][slot] if self.confidences else None)
+            accepted = one.out.accepted[-1]
+            changed *= AFRESH**accepted
+            unchanged *= math.prod(map(estimate.mean, range(1, accepted + 1)))
+            if accepted < one.out.drafted[-1] and not _is_cut(one):
+                changed *= 1 - AFRESH
+                unchanged *= 1 - estimate.mean(accepted + 1)
+            if accepted:
+                right.append(slot)
+        for slot in right if changed > unchanged else ():
+            confidence = self.confidences[0][slot] if self.confidences else None
+            self.estimates[slot].restart(confidence)
 
     def _teach_ranks(self, rejected: Sequence[tuple[int, int]]) -> None:
         """Count which siblings of rejected tokens would have been accepted."""
@@ -176,3 +184,8 @@ class Round:
             if not estimate.shared.drawn:  # else the means are those of drawn tokens
                 estimate.add(1, float(rank == 0), root.confidence)
             estimate.shared.add_rank(rank, len(root.ids))
+
+
+def _is_cut(one: ActiveRequest) -> bool:
+    """Return whether the text ends within its draft, which hides the next level."""
+    return bool(one.out.stop_reason) and one.out.origins[-1] == ACCEPTED
