@@ -150,13 +150,20 @@ def test_estimates_begin_afresh_where_the_text_has_probably_changed(
 def test_a_text_that_ends_within_its_draft_hides_the_next_level() -> None:
     """Its draft has a token less that is rejected, so that a change is more probable."""
     restarted = set[bool]()
-    for reason in ("", "length"):
+    for reason in ("", "end token"):
         last, (estimate,) = probe([1], 0.3)
         out = last.requests[0].out
         out.stop_reason, out.origins = reason, [ACCEPTED]
         last.restart(6)
         restarted.add(estimate.mean(1) > 0.31)
     assert restarted == {False, True}
+
+
+def test_a_rejection_where_acceptance_is_high_restarts_nothing() -> None:
+    """Of 0.95 accepted tokens a rejected one does not show that the text is better now."""
+    last, (estimate,) = probe([1], 0.95)
+    last.restart(256)
+    assert estimate.mean(1) == pytest.approx(0.95)
 
 
 def test_one_token_by_chance_restarts_no_batch() -> None:

@@ -128,7 +128,8 @@ def test_a_chain_grows_as_the_best_further_plan_says(least: int) -> None:
 
         survival, net, below = growth.survival, 0.0, 0.0
         for level in range(depth + 1, max(growth.limits) + 1):
-            means = (one.mean(level, 1 / len(requests) ** 0.5) * (level <= limit)
+            alive = sum(level <= limit for limit in growth.limits)
+            means = (one.mean(level, alive**-0.5) * (level <= limit)
                      for one, limit in zip(requests, growth.limits, strict=True))  # fmt: skip
             survival = [s * mean for s, mean in zip(survival, means, strict=True)]
             net += sum(survival) - rate * (costs.total(level) - costs.total(level - 1))

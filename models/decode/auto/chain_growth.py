@@ -128,7 +128,8 @@ class ChainGrowth:
     def _mean(self, level: int) -> list[float]:
         """Return the optimistic acceptance of every request; 0 beyond its limit."""
         while len(self._means) < level:
-            depth, optimism = len(self._means) + 1, optimism_of(len(self.requests))
+            depth = len(self._means) + 1
+            optimism = optimism_of(sum(depth <= limit for limit in self.limits))
             self._means.append([
                 one.mean(depth, optimism) if depth <= limit else 0.0
                 for one, limit in zip(self.requests, self.limits, strict=True)

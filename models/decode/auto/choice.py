@@ -104,11 +104,11 @@ def chain_choices(tokens: Sequence[float], costs: ChainCosts, reading: float) ->
 
 
 def optimism_of(requests: int) -> float:
-    """Return the standard errors to add to each estimate, so that their sum is raised by one.
+    """Return the standard errors to add to each estimate, for levels that are seldom drafted.
 
-    Of each request alone it would be one: levels that are seldom drafted are tried.
+    One for a single request; of several alike, their sum is raised by one.
     """
-    return 1 / math.sqrt(requests)
+    return 1 / math.sqrt(max(1, requests))
 
 
 def tree_shapes_of(

@@ -227,7 +227,8 @@ class Controller:
             self._wait -= 1
             return plain._replace(why=OFF)
         if self._off:
-            choices = self._candidates(now, deepest, optimism_of(len(now.rooms)))
+            optimism = optimism_of(sum(room > 0 for room in now.rooms))
+            choices = self._candidates(now, deepest, optimism)
         ranked = sorted(choices, key=lambda one: one.rate, reverse=True)
         allowed = (one for one in ranked if self.allows(one.shape, self._without(one, now), now))
         best = next(allowed, plain)

@@ -135,7 +135,8 @@ class Round:
         """Begin the estimates afresh where the text has probably changed.
 
         That is, where the outcome of the round, that of all requests together, is more probable
-        after a change than by the estimates. A request without an accepted token keeps its own.
+        after a change, which raises estimates to AFRESH, than by the estimates as they are. A
+        request without an accepted token keeps its own.
 
         Args:
             waited: rounds since the weights drafted, in which it may have changed: at even odds
@@ -146,12 +147,14 @@ class Round:
             if self.kinds and self.kinds[slot]:
                 continue
             accepted = one.out.accepted[-1]
-            changed *= AFRESH**accepted
-            unchanged *= math.prod(map(estimate.mean, range(1, accepted + 1)))
+            means = [*map(estimate.mean, range(1, accepted + 1))]
+            unchanged *= math.prod(means)
+            changed *= math.prod(max(AFRESH, mean) for mean in means)
             if accepted < one.out.drafted[-1] and not _is_cut(one):
-                changed *= 1 - AFRESH
-                unchanged *= 1 - estimate.mean(accepted + 1)
-            if accepted:
+                mean = estimate.mean(accepted + 1)
+                unchanged *= 1 - mean
+                changed *= 1 - max(AFRESH, mean)
+            if accepted and means[0] < AFRESH:
                 right.append(slot)
         for slot in right if changed > unchanged else ():
             confidence = self.confidences[0][slot] if self.confidences else None
