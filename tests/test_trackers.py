@@ -73,19 +73,28 @@ def test_failed_tracker_is_not_called_again(fails: str, reason: str, logged: lis
     assert messages == [f"fake is not available ({reason}); the run continues without it"]
 
 
-def test_hanging_tracker_does_not_delay_the_run() -> None:
+def _seconds_with_hanging_tracker() -> tuple[float, float]:
+    """Return the seconds to log more than the queue holds, and to close the tracker as well."""
     never, messages = threading.Event(), list[str]()
     background = TrackerThread("fake", Fake(waits=never).open, messages.append, patience=0.2)
     began = time.perf_counter()
     for step in range(QUEUE_SIZE + 500):
         background.log(step, "train", {})
-    assert time.perf_counter() - began < 1
+    logged = time.perf_counter() - began
     background.close()
-    assert time.perf_counter() - began < 3
+    closed = time.perf_counter() - began
+    never.set()
     (line,) = messages
     assert "did not take" in line
     assert int(line.split("take ")[1].split()[0]) >= QUEUE_SIZE
-    never.set()
+    return logged, closed
+
+
+def test_hanging_tracker_does_not_delay_the_run() -> None:
+    """Of three runs the shortest: a pause of the machine delays one, a wait all of them."""
+    runs = [_seconds_with_hanging_tracker() for _ in range(3)]
+    assert min(logged for logged, _ in runs) < 1
+    assert min(closed for _, closed in runs) < 3
 
 
 def test_an_error_after_close_is_not_shown() -> None:
