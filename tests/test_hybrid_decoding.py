@@ -16,6 +16,7 @@ from outrider.models import drafters
 from outrider.models.cache.recurrent_states import RecurrentStates
 from outrider.models.decode import engine as engine_module
 from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -27,6 +28,7 @@ from outrider.models.target.target import Target
 from outrider.train.settings import parse
 from tests import tiny
 from tests.families import HYBRIDS, small_model
+from tests.test_auto_exact import times
 from tests.test_engine import p_value
 from tests.tiny import TOKENS, ScriptedDrafter, random_logits
 
@@ -188,6 +190,22 @@ def test_automatic_drafts_are_chains(family: str, tmp_path: Path) -> None:
     outs = Engine(target(family), drafter, policy).generate_all(requests(), 3)
     assert [tuple(out.ids) for out in outs] == list(answers(family))
     assert max(count for out in outs for count in out.drafted) <= 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "falcon_h1", "llama"])
+def test_automatic_drafts_are_chains_to_the_last_token(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows cost nothing, trees pay; without recurrent layers they are drafted."""
+    policy = Auto(8, budget=31, first_plain=0, eps=100.0)
+    engine = Engine(target(family), half_right(family), policy)
+    policy.use_costs(LiveCosts(times(row=0.0, level=0.1)))
+    monkeypatch.setattr(policy, "prepare", lambda *_: None)
+    outs = engine.generate_all(requests(), 3)
+    assert [tuple(out.ids) for out in outs] == list(answers(family))
+    kinds = {choice.split()[0] for out in outs for choice in out.choices}
+    assert "chain" in kinds
+    assert ("tree" in kinds) == (family == "llama")
 
 
 # ---- sampling ------------------------------------------------------------------------------------

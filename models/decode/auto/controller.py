@@ -96,7 +96,7 @@ class Controller:
     """Chooses the shape of every round, and learns from its outcome.
 
     Attributes:
-        width, budget: of trees, see `Auto`.
+        width, budget: of trees, see `Auto`; without a budget only chains are drafted.
         first_plain: plain rounds of each size of the batch before its first draft.
     """
 
@@ -295,7 +295,7 @@ class Controller:
         row = self.costs.read_seconds(len(now.rooms))
         tokens = chain_tokens(now.estimates, now.rooms, deepest, optimism)
         choices = chain_choices(tokens, now.costs, now.reading(1.0, row))
-        if self.budget <= deepest or optimism or now.kind:
+        if not self.budget or optimism or now.kind:
             return choices
 
         def seconds(shape: DraftShape, expected: float) -> float:

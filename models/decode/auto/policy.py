@@ -107,6 +107,11 @@ class Auto:
     def levels(self) -> int:
         return self.depth
 
+    @property
+    def tree_nodes(self) -> int:
+        """Nodes of a tree at most; 0: chains alone, also in rounds that are less deep."""
+        return self.budget if self.budget > self.depth else 0
+
     def default_rule(self, name: str = "auto") -> BoundRule:
         """Return the rule that verifies its chains and its trees; `name` is that of chains."""
         if self.draft == COUPLED or self.draft == BEST:
@@ -144,8 +149,7 @@ class Auto:
         rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
         known = None if self.controller is None else self.controller.costs
         deepest = min(self.depth, self._drafter.max_depth)
-        nodes = self.budget if self.budget > deepest else deepest
-        shape = (deepest, self.width, nodes)
+        shape = (deepest, self.width, self.tree_nodes or deepest)
         if known is not None and covers(known.times, slots, rows, shape):
             return
         times, note = read_or_measure(
@@ -161,7 +165,7 @@ class Auto:
     def use_costs(self, costs: LiveCosts) -> None:
         """Plan with these costs."""
         if self.controller is None:
-            limits = self.width, self.budget, self.first_plain
+            limits = self.width, self.tree_nodes, self.first_plain
             self.controller = Controller(costs, self.eps, *limits)
         self.controller.costs = costs
 
