@@ -72,7 +72,8 @@ def test_drafts_and_rule_follow_from_the_temperature(
     [("decode.draft=best", "decode.draft"), ("decode.verify=traversal", "decode.verify"),
      ("decode.verify=lossy_lenience", "decode.verify"), ("decode.auto.eps=-1", "decode.auto.eps"),
      ("decode.auto.eps=much", "decode.auto.eps"), ("decode.auto.c0=3", "decode.auto.c0"),
-     ("decode.gain=0.1", "decode.gain"), ("decode.nodes=4", "decode.nodes")],
+     ("decode.gain=0.1", "decode.gain"), ("decode.nodes=4", "decode.nodes"),
+     ("decode.draft=coupled decode.verify=ratio", "decode.verify")],
 )  # fmt: skip
 def test_contradictory_settings_are_refused(word: str, key: str) -> None:
     words = [
@@ -81,7 +82,7 @@ def test_contradictory_settings_are_refused(word: str, key: str) -> None:
         "decode=auto",
         "decode.temperature=1",
         "decode.depth=8",
-        word,
+        *word.split(),
     ]
     with pytest.raises(ConfigError) as caught:
         load_published([*words, "run.dir=x"])

@@ -254,6 +254,9 @@ def _check_auto(decode: DecodeConfig) -> None:
             why = "decode=auto verifies drawn chains and trees of top-k tokens, or coupled ones."
             fix = f"Use one of {', '.join(known)}, or another decode=..."
             raise ConfigError(f"decode.{key}", value, why, fix)
+    if decode.draft == COUPLED and decode.verify not in ("auto", COUPLED):
+        why = "Coupled drafts are verified by equality with the target's own draw."
+        raise ConfigError("decode.verify", decode.verify, why, "Use auto or coupled.")
 
 
 def parse_policy_at_temperature(entry: str) -> tuple[str, DecodeConfig]:

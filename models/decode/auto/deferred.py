@@ -53,7 +53,7 @@ Waiting = Trace | PlainRow
 class Deferred:
     """What a drafter has read, and the verified rows that it has not read yet.
 
-    Reading them changes the fields, and nothing that the state stands for.
+    Reading moves rows from `waiting` to `absorbed`; the text that the state represents is the same.
 
     Attributes:
         rows: number of waiting rows.

@@ -29,7 +29,7 @@ class Round:
         levels: the part of `table` that levels of a chain below the first add.
         own: seconds of the controller itself, looking included.
         looked: the part of `own` in which many rows were looked at.
-        drafted: the chain that the drafter has computed, which may end earlier or later.
+        drafted: what the drafter has computed, which may be less or more than planned.
         confidences, logits, unsubmitted: of a chain (`ChainGrowth`).
         is_tree: it drafted a tree, of which maybe no node was kept.
         roots: per request, the tree's first level; None: it has none.

@@ -7,8 +7,8 @@ from outrider.models.decode.acceptance import Acceptance, Bias
 from outrider.models.decode.auto.choice import Choice, tree_shapes_of
 from outrider.models.decode.costs.round_costs import DraftShape
 
-KEPT = 16  # rounds for which the shapes of the candidate trees are kept, and which they are
-NEAR = 0.9  # considered for if one reaches this share of the best chain's rate at first
+KEPT = 16  # rounds for which the shapes of the candidate trees are kept
+NEAR = 0.9  # share of the best chain's rate that one of them must reach to be considered so long
 Seconds = Callable[[DraftShape, float], float]
 
 

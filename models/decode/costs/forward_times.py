@@ -100,7 +100,7 @@ def interleaved_ms(
 
 
 def lower_quartile(times: Sequence[float]) -> float:
-    """Return the time that a quarter of the others are below; of up to four, the shortest."""
+    """Return the time that a quarter of the others are below; of up to three, the shortest."""
     return sorted(times)[len(times) // 4]
 
 

@@ -1,8 +1,8 @@
 """Measurement of a cost table when it is first needed.
 
-The grid is small: a few drafts, the largest batch and one request, the longest context and a short
-one. It takes seconds; other points are linear, and the rounds correct the rest
-(`live_costs.py`).
+The grid is small: a few drafts, batches of one, four and the largest number of requests, the
+longest context and a short one. It takes seconds; other points are linear, and the rounds correct
+the rest (`live_costs.py`).
 """
 
 import time
