@@ -20,6 +20,8 @@ from outrider.eval.page.answers import choice_figure
 from outrider.eval.page.speed import automatic_parts
 from outrider.eval.report import load
 from outrider.eval.report_auto import auto_lines, choice_shares, shares_of
+from outrider.eval.serve.parameters import Parameters
+from outrider.eval.serve.request_settings import RequestSettings
 from outrider.launch import cli
 from outrider.models.decode import tree_shapes
 from outrider.models.decode.acceptance import Acceptance, RequestAcceptance
@@ -195,6 +197,16 @@ def test_the_chat_shows_the_shape() -> None:
     numbers = [line for line in text.splitlines() if "tokens/s" in line]
     assert len(numbers) == 4
     assert all("plain" in line or "chain" in line or "tree" in line for line in numbers)
+
+
+def test_a_server_says_that_costs_are_measured() -> None:
+    said = list[str]()
+    _, decode = parse_policy_at_temperature("auto@0")
+    settings = RequestSettings(decode, None, 64, announce=said.append)
+    policy = settings(Parameters(), 0).policy
+    assert isinstance(policy, Auto)
+    policy.announce("once")
+    assert said == ["once"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

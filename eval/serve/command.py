@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import socket
 from contextlib import closing
-from functools import partial
 
 from rich.text import Text
 
@@ -20,7 +19,6 @@ from outrider.eval.decoder import Decoder
 from outrider.eval.open_drafter import find_drafter, require_single_process
 from outrider.eval.rank_tables import tables_of
 from outrider.models.adapt import adapt
-from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.from_config import depth_warning
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.rules.rule_table import RULES
@@ -48,8 +46,6 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
         policy = policy_beside(config.decode, folder, tables)
         decoder = Decoder.from_config(config, policy)
         exempt_objects()
-        if isinstance(policy, Auto):
-            policy.announce = partial(console.print, style="dim")
         tokens = config.eval.max_new_tokens
         server = Server(decoder, config.decode, options, listener, console, tokens, tables)
         _print_notes(console, decoder, policy, config)

@@ -8,6 +8,8 @@ from outrider.conf.decode_settings import DecodeConfig
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.requests import GenerationSettings
 from outrider.eval.serve.parameters import Parameters
+from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs.measurement import Announce, say_nothing
 from outrider.models.decode.from_config import Tables, check_decode, rule_of, sampling_of
 from outrider.models.decode.sampling_params import Sampling
 
@@ -18,9 +20,19 @@ class RequestSettings:
     """The settings of requests; policy and rule follow from the sampling as for `outrider eval`."""
 
     def __init__(
-        self, decode: DecodeConfig, tables: Tables | None, vocab: int, drafter: Path | None = None
+        self,
+        decode: DecodeConfig,
+        tables: Tables | None,
+        vocab: int,
+        drafter: Path | None = None,
+        announce: Announce = say_nothing,
     ) -> None:
-        """`drafter` is its folder, if it has one."""
+        """
+        Args:
+            drafter: its folder, if it has one.
+            announce: called with a sentence before costs are measured.
+        """
+        self.announce = announce
         self.decode, self.tables, self.vocab, self.drafter = decode, tables, vocab, drafter
         self._of = lru_cache(maxsize=KNOWN)(self._decoding)
 
@@ -39,5 +51,7 @@ class RequestSettings:
         check_decode(decode)
         sampling = sampling_of(decode, self.vocab)
         policy = policy_beside(decode, self.drafter, self.tables)
+        if isinstance(policy, Auto):
+            policy.announce = self.announce
         rule = rule_of(decode, policy)
         return GenerationSettings(**sampling._asdict(), policy=policy, rule=rule)

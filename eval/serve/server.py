@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -60,7 +61,9 @@ class Server:
         self.worker = Worker(
             decoder, options, default_tokens, self.metrics, self._print_answer, self._print_bug
         )
-        settings = RequestSettings(decode, tables, decoder.target.vocab_size, decoder.folder)
+        announce = partial(console.print, style="dim")
+        vocab = decoder.target.vocab_size
+        settings = RequestSettings(decode, tables, vocab, decoder.folder, announce)
         name, key = options.model or decoder.target.name, os.environ.get(KEY) or None
         self.service = Service(self.worker, options, self.metrics, name, settings, key)
 
