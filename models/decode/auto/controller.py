@@ -41,9 +41,9 @@ from outrider.models.decode.ledger import Ledger
 from outrider.models.decode.request import ActiveRequest
 
 LONGEST_WAIT = 256  # plain rounds before a draft is tried again
-LEAST_WAIT = 16  # at the start of a text, unless the dearest draft in vain is not earned yet,
-MOST_WAIT = 4096  # which takes at most this
-PROBES = 0.5  # share of eps that drafts in vain may cost; decisions in plain rounds have the rest
+LEAST_WAIT = 16  # most plain rounds before the first draft of a text
+MOST_WAIT = 4096  # the same while plain rounds still have to earn a draft in vain
+PROBES = 0.5  # share of eps for drafts in vain; the rest pays for decisions in plain rounds
 SAVED = 50.0  # plain steps that earlier drafts have saved, which pay for drafts in vain, at most
 FIRST_REFRESH, REFRESH = 8, 64  # rounds with drafts before a plain one: doubled up to the latter
 CHANGED, BURST = 0.1, 2  # relative change of the pace, measured by so many plain rounds
@@ -127,9 +127,9 @@ class Controller:
     def begin(self, new: Sequence[ActiveRequest], alone: bool, context: int) -> None:
         """Start requests.
 
-        In a new text, plain rounds first earn what the dearest draft in vain has cost beyond the
-        savings of earlier ones, that is the one that has read the prompt: so prompts of short
-        answers are not all read in vain.
+        The dearest draft in vain is usually one that read a prompt. Plain rounds earn its cost,
+        less earlier savings, before a new text is drafted: so prompts of short answers are not all
+        read in vain.
 
         Args:
             alone: no other request is running, so that a new ledger begins.

@@ -135,8 +135,8 @@ class Factors:
 
         Args:
             seconds: measured.
-            first, levels: the table's, the latter of a chain's levels below the first; both change
-                by the least that explains `seconds`.
+            first, levels: the table's, of the first level of a chain, or of any other draft, and of
+                a chain's other levels. Both factors get the smallest change that gives `seconds`.
         """
         parts = {kind: first, LEVELS: levels} if levels else {kind: first}
         measured = _Measured(self._own(parts, batch), parts, seconds)

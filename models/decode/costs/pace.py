@@ -1,4 +1,4 @@
-"""The pace of the machine: by how much it is slower than the factors of rounds say.
+"""The pace of the machine: measured seconds over those that the table and the factors give.
 
 It follows rounds by WEIGHT. If several rounds in turn differ from the expected seconds by far more
 than usual, in one direction, the machine may have changed. If they draft, the drafter alone may
