@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -78,9 +79,12 @@ def _seconds_with_hanging_tracker() -> tuple[float, float]:
     never, messages = threading.Event(), list[str]()
     background = TrackerThread("fake", Fake(waits=never).open, messages.append, patience=0.2)
     began = time.perf_counter()
-    for step in range(QUEUE_SIZE + 500):
-        background.log(step, "train", {})
+    with patch.object(background._calls, "put", wraps=background._calls.put) as put:
+        for step in range(QUEUE_SIZE + 500):
+            background.log(step, "train", {})
     logged = time.perf_counter() - began
+    assert put.call_count == QUEUE_SIZE + 500
+    assert all(call.kwargs == {"block": False} for call in put.call_args_list)  # none waits
     background.close()
     closed = time.perf_counter() - began
     never.set()

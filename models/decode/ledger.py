@@ -11,10 +11,9 @@ never lowers T_plain. So at every time
     T_real <= (1 + eps) * T_plain + c0
 
 for every text and any acceptance, up to the errors of C_plain and of the planned T_round, for which
-5 % are left. L is never less
-than -c0. So later drafts spend at most c0 of the savings, of those by an outdated C_plain as well;
-this only tightens the bound. In a batch the bound is that of
-the throughput of the batch, at its own composition: tokens are worth what plain decoding of the
+5 % are left. L is never less than -c0. So later drafts spend at most c0 of the savings, of those by
+an outdated C_plain as well; this only tightens the bound. In a batch the bound is that of the
+throughput of the batch, at its own composition: tokens are worth what plain decoding of the
 requests that are left would take. Requests whose drafts are accepted end earlier, and the others go
 on in a smaller batch than plain decoding has at that time.
 
