@@ -68,8 +68,11 @@ def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:
         "decode.depth": automatic_depth(str(names.get("decode"))),
         "decode.confidence": 0.0,
     }
+    nodes = groups.get("decode", {}).get("nodes")
     if names.get("decode") == "chain":
         defaults["decode.nodes"] = defaults["decode.depth"]
+    elif isinstance(nodes, int) and nodes > 0:  # a path of a tree has no more nodes than the tree
+        defaults["decode.depth"] = min(defaults["decode.depth"], nodes)
     keys = []
     for key, default in defaults.items():
         group, _, name = key.partition(".")

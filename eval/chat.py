@@ -81,13 +81,13 @@ def chat(
     if config.eval.drafter is None:  # a published one may end drafts earlier: `depth_warning`
         config = adapt(config, Reporter(console).note)
     folder = find_drafter(config)
-    policy = policy_beside(config.decode, folder, tables_of(folder, config.drafter))
+    tables, announce = tables_of(folder, config.drafter), partial(_print_dim, console)
+    policy = policy_beside(config.decode, folder, tables, announce)
     decoder = Decoder.from_config(config, policy)
     exempt_objects()
     sampling = sampling_of(config.decode, decoder.target.vocab_size)
     how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
     if isinstance(policy, Auto):  # measures its costs now, not within the first answer
-        policy.announce = partial(_print_dim, console)
         decoder.engine(GenerationSettings(**how)).start([], 1)
     session = Session(
         console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens

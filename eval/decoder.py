@@ -44,6 +44,7 @@ from outrider.eval.requests import (
 )
 from outrider.models import drafters, formats
 from outrider.models.decode import from_config
+from outrider.models.decode.costs.measurement import Announce, say_nothing
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Policy
 from outrider.models.decode.request import DialogueCache, Event, Output, Request, Stops
@@ -92,7 +93,12 @@ class Piece:
 
 
 class Decoder:
-    """Speculative decoder of a target and a drafter."""
+    """Speculative decoder of a target and a drafter.
+
+    Attributes:
+        announce: called with a sentence before policy="auto" measures its costs, which takes
+            seconds; `decoder.announce = print` shows it.
+    """
 
     def __init__(
         self,
@@ -110,6 +116,7 @@ class Decoder:
         check_policy(policy)
         self.target, self.tokenizer = target, tokenizer
         self.drafter, self.policy, self.tables = drafter, policy, tables
+        self.announce: Announce = say_nothing
         self._learning = dict[DecodeConfig, Policy]()
         self.folder: Path | None = None  # of the drafter, where it has one
         self.changed: str | None = None  # how the drafter modified the target (Medusa-2)
@@ -319,7 +326,7 @@ class Decoder:
         if decode.kind != "auto":
             return from_config.policy_of(decode, self.tables)
         if decode not in self._learning:
-            self._learning[decode] = policy_beside(decode, self.folder, self.tables)
+            self._learning[decode] = policy_beside(decode, self.folder, self.tables, self.announce)
         return self._learning[decode]
 
     def text(self, ids: list[int]) -> str:

@@ -36,7 +36,7 @@ from outrider.eval.metrics import Record, median_times, predicted_speedups, rati
 from outrider.eval.rank_tables import tables_for
 from outrider.eval.report import Mismatch, Report, format_number
 from outrider.eval.report_auto import answer_fields, summarise_auto
-from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs.measurement import Announce
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import depth_warning, rule_of, sampling_of
 from outrider.models.decode.request import Output, Stops
@@ -80,11 +80,10 @@ def measure(
     suite = load_suite(config, config.eval.limit) if suite is None else suite
     taps = target.taps
     try:
-        measurement = Measurement(target, tokenizer, drafter, config)
+        announce = partial(console.print, style="dim", soft_wrap=True)
+        measurement = Measurement(target, tokenizer, drafter, config, announce)
         if warning := depth_warning(measurement.policy, drafter):
             console.print(warning, style="yellow")
-        if isinstance(measurement.policy, Auto):
-            measurement.policy.announce = partial(console.print, style="dim", soft_wrap=True)
         measurement.warm_up(suite[: config.eval.warmup])
         for note in getattr(measurement.policy, "notes", ()):
             console.print(note, style="dim", soft_wrap=True)
@@ -108,7 +107,12 @@ class Measurement:
     """Both engines, and the results of the prompts decoded so far."""
 
     def __init__(
-        self, target: Target, tokenizer: Tokenizer, drafter: Drafter, config: Config
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        drafter: Drafter,
+        config: Config,
+        announce: Announce,
     ) -> None:
         self.target, self.tokenizer, self.drafter, self.config = target, tokenizer, drafter, config
         self.records, self.outputs = list[Record](), list[dict[str, Any]]()
@@ -117,7 +121,7 @@ class Measurement:
         sampling = sampling_of(decode, target.vocab_size)
         run = Path(config.run.dir)
         own = run / "drafter" if config.eval.drafter is None else None
-        self.policy = policy = policy_beside(decode, own, tables_for(config))
+        self.policy = policy = policy_beside(decode, own, tables_for(config), announce)
         rule = rule_of(decode, policy)
         self.rule = rule.name
         self.fast = Engine(target, drafter, policy, sampling=sampling, stops=stops, rule=rule)
@@ -171,7 +175,7 @@ class Measurement:
             "prompt_ids": ids, "output_ids": fast.ids,
             "baseline_ids": None if plain is None else plain.ids, **answer_fields(fast),
             **{key: getattr(fast, key) for key in ROUNDS},
-            "steps": self._steps(fast), "seconds": asdict(_median_times(runs[-1])),
+            "steps": sum(fast.steps), "seconds": asdict(_median_times(runs[-1])),
             "baseline_seconds": None if plain is None else asdict(_median_times(runs[0])),
         }  # fmt: skip
         self.outputs.append(row)
@@ -180,13 +184,6 @@ class Measurement:
             seed = self._seed(len(self.records) - 1)
             self.mismatches.append(self._mismatch(name, ids, fast.ids, plain.ids, seed))
         return record
-
-    def _steps(self, out: Output) -> int:
-        """Return the drafter steps of an answer: per round the depth, limited by the budget."""
-        decode = self.config.decode
-        if decode.confidence or decode.gain or decode.kind == "auto":  # drafting may stop earlier
-            return sum(out.drafted)
-        return sum(min(self.depth, room) for room in out.room)
 
     def _seed(self, index: int) -> int:
         return self.config.run.seed * SEED_STRIDE + index

@@ -89,7 +89,7 @@ class Record:
     tokens: int  # new ones, the prefill's one included
     accepted: tuple[int, ...]  # per round, draft tokens that were accepted and emitted
     drafted: tuple[int, ...]  # per round, depth of the verified tree
-    steps: int  # of the drafter in all rounds; pruning may remove a tree's deepest levels
+    steps: int  # of the drafter in all rounds; levels may be drafted and not verified
     times: RoundTimes
     baseline_tokens: int = 0
     baseline: RoundTimes | None = None  # of the plain answer, if it was measured

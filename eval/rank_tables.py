@@ -262,10 +262,13 @@ def tables_of(folder: Path | None, drafter: Any) -> dict[str, AcceptanceTable] |
 
 
 def tables_for(config: Config) -> dict[str, AcceptanceTable] | None:
-    """Read the tables of an evaluation: those beside `eval.drafter`, else those of the run."""
-    other = folder_of(config.eval.drafter) if config.eval.drafter else None
-    run = read_tables(Path(config.run.dir))
-    return tables_beside(other) or run or tables_of(None, config.drafter)
+    """Read the tables of an evaluation: those beside its drafter.
+
+    Those of `run.dir` are of another drafter if there is an `eval.drafter`.
+    """
+    if config.eval.drafter:
+        return tables_beside(folder_of(config.eval.drafter))
+    return read_tables(Path(config.run.dir)) or tables_of(None, config.drafter)
 
 
 def read_tables(folder: Path) -> dict[str, AcceptanceTable] | None:

@@ -41,11 +41,11 @@ class Clock:
 
 
 class TimedDrafter(ScriptedDrafter):
-    """A drafter that takes time, and counts its calls."""
+    """A drafter that takes time, and counts its calls, and the levels that it drafts."""
 
     def __init__(self, row: Callable[[Text], Tensor], clock: Clock) -> None:
         super().__init__(row, tiny.TOKENS)
-        self.clock, self.calls = clock, 0
+        self.clock, self.calls, self.levels = clock, 0, 0
 
     def absorb(self, state: Any, trace: Trace) -> Any:
         self.calls += 1
@@ -54,6 +54,7 @@ class TimedDrafter(ScriptedDrafter):
 
     def step(self, *args: Any) -> Any:
         self.calls += 1
+        self.levels += 1
         self.clock.add(LEVEL)
         return super().step(*args)
 

@@ -193,6 +193,7 @@ def test_the_chat_shows_the_shape() -> None:
     assert chat(config, console, user_input(*lines)) == 0
     text = console.export_text()
     assert "auto, at most depth 16, temperature 0" in text
+    assert text.index("measuring the costs of rounds") < text.index("costs of rounds measured in")
     assert text.count("costs of rounds measured in") == 1
     numbers = [line for line in text.splitlines() if "tokens/s" in line]
     assert len(numbers) == 4

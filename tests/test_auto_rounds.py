@@ -106,6 +106,7 @@ def test_levels_that_are_not_submitted_are_learnt_from(
     out = engine.generate(PROMPT, COUNT)
     assert out.ids == plain.ids
     assert set(out.choices[50:]) <= {"plain", "chain 1"}
+    assert sum(out.drafted) <= sum(out.steps) == drafter.levels
     assert auto.controller is not None
     assert auto.controller.shared.levels[1].mean < 0.4
 

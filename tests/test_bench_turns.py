@@ -50,6 +50,7 @@ def test_every_drafter_decodes_every_prompt(
         decoded.append(name)
         return answer(request, decoders, name, temperature)
 
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(Decoder, "with_target", with_target)
     monkeypatch.setattr(turns, "_answer", counted)
     rows = measured(run, tmp_path, "repeats=2", "drafters=suffix,hybrid")
@@ -66,8 +67,10 @@ def test_every_drafter_decodes_every_prompt(
         assert row["last"] == "hybrid"
         assert (row["last of best_95"] is None) == (row["prompts"] == 1)
         assert row["extra"] is not None
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in (*names, "hybrid of best"))
+    printed = capsys.readouterr()
+    assert all(name in printed.out for name in (*names, "hybrid of best"))
+    for name in names:
+        assert f"{name}: measuring the costs of rounds, once; for most" in printed.err
 
 
 def test_the_order_is_another_for_the_prompts_of_a_category(

@@ -303,13 +303,25 @@ def test_value_out_of_range_is_refused(key: str, value: object) -> None:
         (["decode.width=2"], "decode.width"),
         (["decode.nodes=2"], "decode.nodes"),
         (["decode.nodes=4"], "decode.nodes"),
-        (["decode=dynamic_tree", "decode.nodes=3"], "decode.nodes"),
+        (["decode=dynamic_tree", "decode.depth=4", "decode.nodes=3"], "decode.nodes"),
+        (["decode=auto", "decode.depth=8", "decode.nodes=7"], "decode.nodes"),
+        (["decode=auto", "decode.nodes=0"], "decode.nodes"),
         (["eval.out=../up"], "eval.out"),
         (["run.dir=''"], "run.dir"),
     ],
 )
 def test_contradictory_keys_are_refused(overrides: list[str], key: str) -> None:
     assert refused(*overrides).key == key
+
+
+@pytest.mark.parametrize("name", ["dynamic_tree", "opt_tree", "best_first_tree", "auto"])
+def test_an_unset_depth_is_that_of_the_nodes_at_most(name: str) -> None:
+    for nodes, depth in (
+        (3, 3),
+        (5, min(5, automatic.automatic_depth(name))),
+        (31, automatic.automatic_depth(name)),
+    ):
+        assert parsed(f"decode={name}", f"decode.nodes={nodes}").decode.depth == depth
 
 
 def test_batch_tokens_must_cover_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

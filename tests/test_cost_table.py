@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from outrider.models.decode.costs.live_costs import (
     JUMP_SECONDS,
     LiveCosts,
 )
+from outrider.models.decode.costs.measurement import LargestDraft, read_or_measure
 from outrider.models.decode.costs.round_costs import (
     PLAIN,
     DecodedRound,
@@ -241,10 +242,36 @@ def test_other_kinds_begin_as_plain_rounds() -> None:
 
 
 def test_a_table_covers_drafts_of_its_size() -> None:
-    assert measurement.covers(TIMES, 4, 256, (4, 4, 4))
-    assert not measurement.covers(TIMES, 4, 256, (5, 4, 5))
-    assert not measurement.covers(TIMES, 4, 256, (4, 4, 8)), "its drafts are one node wide"
-    assert not measurement.covers(TIMES, 5, 256, (4, 4, 4))
+    assert measurement.covers(TIMES, 4, 256, LargestDraft(4, 1, 4))
+    assert not measurement.covers(TIMES, 4, 256, LargestDraft(5, 1, 5))
+    assert not measurement.covers(TIMES, 4, 256, LargestDraft(4, 4, 8)), (
+        "its drafts are one node wide"
+    )
+    assert not measurement.covers(TIMES, 5, 256, LargestDraft(4, 1, 4))
+
+
+def test_a_larger_tree_is_measured_too(tmp_path: Path) -> None:
+    """With all that was measured before: otherwise two sizes by turns are measured by turns."""
+    target, file = tiny.target(), tmp_path / "costs.json"
+    drafter, measured = tiny.drafter("medusa", target).eval(), []
+    sizes = [(2, 1, 2), (2, 2, 15), (2, 2, 31), (3, 1, 3), (2, 2, 15), (2, 2, 31), (2, 1, 2)]
+    for largest in starmap(LargestDraft, sizes):
+        times, note = read_or_measure(target, drafter, file, 1, 64, largest)
+        assert measurement.covers(times, 1, 64, largest)
+        measured.append(bool(note))
+    assert measured == [True, True, True, True, False, False, False]
+    assert times.target.axes["tokens"][-1] == 32
+    assert times.draft.axes["depth"][-1] == 3
+
+
+def test_batches_of_one_and_of_many_by_turns_are_measured_once(tmp_path: Path) -> None:
+    """Of many requests, nine tokens each are timed at most."""
+    target, file = tiny.target(), tmp_path / "costs.json"
+    drafter, measured = tiny.drafter("medusa", target).eval(), []
+    for slots in (1, 16, 1, 16, 5, 1):
+        _, note = read_or_measure(target, drafter, file, slots, 64, LargestDraft(2, 2, 31))
+        measured.append(bool(note))
+    assert measured == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 + JUMP_SECONDS + 0.001])

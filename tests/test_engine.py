@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import ge
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from outrider.models.decode.sampling_params import Sampling
 from outrider.models.decode.static_tree import StaticTree
 from outrider.models.decode.tree_shapes import parse
 from outrider.models.decode.verifier import Decision
+from outrider.models.drafting.drafter import State
 from outrider.models.target.target import Target
 from tests import tiny
 from tests.tiny import (
@@ -138,6 +141,28 @@ def test_a_perfect_chain_is_fully_accepted(llama: Scene) -> None:
     """Thirteen tokens: one by the prefill, then three rounds of three drafts and a bonus."""
     out = Engine(llama.target, llama.oracle(always), CHAIN).generate(llama.prompt, 13)
     assert (out.accepted, out.drafted, out.rounds) == ([3, 3, 3], [3, 3, 3], 3)
+
+
+def test_levels_are_counted_if_they_are_not_verified(llama: Scene) -> None:
+    """Of three levels of three nodes each, a tree of three nodes seldom keeps the last one."""
+    calls = list[int]()
+
+    class Counted(ScriptedDrafter):
+        def step_batch(self, states: Sequence[State], depth: int, *of: Tensor) -> Any:
+            calls.append(depth)
+            return super().step_batch(states, depth, *of)
+
+    drafter = Counted(random_logits(tiny.VOCAB), tiny.VOCAB)
+    for policy in (CHAIN, Chain(4, confidence=0.9), STATIC, TREE, DynamicTree(3, 3, 4)):
+        calls.clear()
+        outs = Engine(llama.target, drafter, policy).generate_all(
+            [Request(llama.prompt, LONGEST), Request([7, 8], 3)], 1
+        )
+        assert sum(map(len, (out.steps for out in outs))) == sum(out.rounds for out in outs)
+        assert [sum(out.steps) for out in outs] == [len(calls) - 1, 1]
+        assert all(map(ge, outs[0].steps, outs[0].drafted))
+    few = Engine(llama.target, drafter, DynamicTree(3, 3, 3)).generate(llama.prompt, LONGEST)
+    assert sum(few.steps) > sum(few.drafted)
 
 
 def test_the_last_round_drafts_only_what_the_budget_can_take(llama: Scene) -> None:

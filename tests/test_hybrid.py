@@ -19,7 +19,7 @@ from outrider.launch.cli import main
 from outrider.models import drafters
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.live_costs import LiveCosts
-from outrider.models.decode.costs.measurement import covers, read_or_measure
+from outrider.models.decode.costs.measurement import LargestDraft, covers, read_or_measure
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.dynamic_tree import DynamicTree
 from outrider.models.decode.engine import Engine
@@ -338,10 +338,11 @@ def test_costs_are_measured_where_the_trained_drafter_ends(
     """Deeper levels cost next to nothing: a line to the deepest would be too low at the third."""
     target, _, trained = tiny.half_trained("eagle3", "llama")
     drafter = combine(monkeypatch, target, trained, levels=3, depths=8)
-    times, _ = read_or_measure(target, drafter, tmp_path / "costs.json", 1, 64, (8, 1, 8))
+    largest = LargestDraft(8, 1, 8)
+    times, _ = read_or_measure(target, drafter, tmp_path / "costs.json", 1, 64, largest)
     assert times.draft.axes["depth"] == (1, 2, 3, 8)
-    assert covers(times, 1, 64, (8, 1, 8), drafter.bends)
-    assert not covers(times, 1, 64, (8, 1, 8), (4,))
+    assert covers(times, 1, 64, largest, drafter.bends)
+    assert not covers(times, 1, 64, largest, (4,))
 
 
 def test_the_text_of_a_user_is_no_accepted_draft(monkeypatch: pytest.MonkeyPatch) -> None:

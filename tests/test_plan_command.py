@@ -14,6 +14,7 @@ from outrider.conf.compose import compose, verb_group
 from outrider.conf.errors import ConfigError, RunError
 from outrider.conf.schema import Config, to_yaml
 from outrider.eval import run as eval_run
+from outrider.eval.open_drafter import load_run_models
 from outrider.eval.plan import command
 from outrider.eval.plan.show import Check
 from outrider.eval.plan.surface import surface
@@ -23,7 +24,8 @@ from outrider.launch.compare import compare
 from outrider.models import drafters
 from outrider.models.decode.acceptance import AcceptanceTable
 from outrider.models.decode.auto.policy import Auto
-from outrider.models.decode.costs.round_costs import Grid
+from outrider.models.decode.costs.cost_table import FILE
+from outrider.models.decode.costs.round_costs import Grid, MeasuredTimes
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.request import Output, Request
@@ -81,6 +83,37 @@ def test_plan_is_checked_by_decoding(run: Config, capsys: pytest.CaptureFixture[
         assert check["tau"] >= 1
     decoded = content["times"]["decoded"]  # type: ignore[index]
     assert {batch: len(rounds) for batch, rounds in decoded.items()} == {"1": 6, "2": 6}
+
+
+def costs_of(run: Config, slots: int, rows: int) -> tuple[MeasuredTimes, list[str]]:
+    """Return the times that decode=auto uses in the run, and its notes on them."""
+    loaded, drafter = load_run_models(run)
+    auto = Auto(file=Path(run.run.dir) / FILE)
+    auto.wrap(drafter, loaded.target)
+    auto.prepare(loaded.target, slots, rows)
+    assert auto.controller is not None
+    return auto.controller.costs.times, auto.notes
+
+
+def test_automatic_drafts_decide_with_the_times_of_a_plan(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(run, "plan.contexts=[8,64]")
+    assert "decode=auto decides with these times" in " ".join(capsys.readouterr().out.split())
+    times, notes = costs_of(run, 2, 64)
+    assert notes == []
+    assert times.target.axes["context"] == (8, 64)
+
+
+def test_a_plan_keeps_times_of_larger_batches(
+    run: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, (note,) = costs_of(run, 3, 64)
+    assert "kept in" in note
+    planned(run, "plan.contexts=[8,64]")
+    assert "decode=auto" not in capsys.readouterr().out
+    after, notes = costs_of(run, 3, 64)
+    assert (notes, after.target) == ([], before.target)
 
 
 def test_a_plan_for_recurrent_layers_has_chains_alone(tmp_path: Path) -> None:

@@ -33,8 +33,10 @@ from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models import drafters
-from outrider.models.decode.costs.cost_table import FILE, CostSetting, write_costs
+from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs.cost_table import FILE, CostSetting, read_costs, write_costs
 from outrider.models.decode.costs.forward_times import measure_forwards
+from outrider.models.decode.costs.measurement import supersedes
 from outrider.models.decode.costs.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
@@ -75,7 +77,7 @@ def plan(config: Config, options: PlanConfig, explain: bool = False) -> int:
     words = f"run.dir={folder}"
     if temperature := config.decode.temperature:
         words += f" decode.temperature={temperature:g} decode.draft=best"
-    print_plan(console, result, checks, words, explain)
+    print_plan(console, result, checks, words, explain, study.shared)
     deepest = max(row.depth for row in result.rows)
     if left_out := [depth for depth in options.depths if depth > deepest]:
         message = f"depths {left_out} left out: the maximum depth of this checkpoint is {deepest}"
@@ -99,7 +101,13 @@ def _require_separate_times(config: Config) -> None:
 
 
 class PlanStudy:
-    """Measurements of one checkpoint on some prompts."""
+    """Measurements of one checkpoint on some prompts.
+
+    Attributes:
+        shared: decode=auto decides with the times of the plan, which are the run's cost table.
+    """
+
+    shared = False
 
     def __init__(
         self, config: Config, options: PlanConfig, loaded: LoadedTarget, drafter: Drafter
@@ -162,8 +170,7 @@ class PlanStudy:
         runs = decode(shapes, self._engine, self._requests, reporter)
         alone = self._forwards([DraftShape.of(paths) for paths in trees.values()], grid, reporter)
         times = replace(alone, decoded=self._decoded_rounds(alone, runs, calibration, grid))
-        setting = CostSetting.of(self.target, self.drafter)  # decode=auto plans by the same times
-        write_costs(Path(self.config.run.dir) / FILE, times, setting)
+        self._share(times)
         plan = make_plan(self.table, self.tau, times, grid)
         near = min(grid.contexts, key=lambda context: abs(context - self._mean_context()))
         rows = {(row.batch, row.key): row for row in plan.rows if row.context == near}
@@ -172,6 +179,13 @@ class PlanStudy:
             Check(rows[batch, keys[paths]], runs.tau(batch, paths), runs.speedup(batch, paths))
             for batch, paths in settings
         ]
+
+    def _share(self, times: MeasuredTimes) -> None:
+        """Write the run's cost table, unless that is of larger batches or longer contexts."""
+        file, setting = Path(self.config.run.dir) / FILE, CostSetting.of(self.target, self.drafter)
+        self.shared = supersedes(times, read_costs(file, setting)[0], self.drafter)
+        if self.shared:
+            write_costs(file, times, setting)
 
     def _settings_to_check(self, settings: list[tuple[int, Paths]]) -> list[tuple[int, Paths]]:
         """Return `options.check` of the settings, from much work per token to little."""
@@ -183,11 +197,15 @@ class PlanStudy:
     def _forwards(
         self, shapes: Sequence[DraftShape], grid: Grid, reporter: Reporter
     ) -> MeasuredTimes:
-        """Time target and drafter forwards outside decoding."""
-        name = CostSetting.of(self.target, self.drafter).name
-        tokens = [1 + shape.nodes for shape in shapes]
+        """Time target and drafter forwards outside decoding, those of decode=auto too."""
+        name, auto = CostSetting.of(self.target, self.drafter).name, Auto()
+        auto.wrap(self.drafter, self.target)
+        largest = auto.largest(self.drafter.max_depth)
+        also = largest.points(self.drafter.bends, max(grid.batches))
+        tokens = [*also.tokens, *(1 + shape.nodes for shape in shapes)]
         widest = math.ceil(max(shape.width for shape in shapes))
-        grid = grid._replace(widths=[*grid.widths, widest])
+        widths, depths = [*grid.widths, *also.widths, widest], [*grid.depths, *also.depths]
+        grid = grid._replace(widths=widths, depths=depths)
         models, repeats = (self.target, self.drafter), self.options.repeats
         settings = len({*grid.batches}) * len({*grid.contexts})
         with reporter.progress("timing forwards", settings, "batches and contexts") as progress:

@@ -49,14 +49,16 @@ def print_plan(
     checks: Sequence["Check"] = (),
     words: str = "",
     in_full: bool = False,
+    shared: bool = False,
 ) -> None:
     """Print the best draft of each setting in at most 15 lines.
 
     Args:
         words: of the command line, for the command that decodes with the best draft.
         in_full: every draft, check, definition and assumption, too.
+        shared: decode=auto decides with the same times.
     """
-    verdict, command = _verdict(plan, words, measured=bool(checks))
+    verdict, command = _verdict(plan, words, shared)
     console.print(verdict, style="bold")
     if command:
         console.print(command, style="bold", soft_wrap=True)
@@ -86,22 +88,17 @@ def print_plan(
         console.print(f"- {sentence}", style="dim")
 
 
-def _verdict(plan: Plan, words: str, measured: bool) -> tuple[str, str]:
-    """Return the best draft of the first setting with its speedup, and how to decode with it.
-
-    Args:
-        measured: on this machine, so that decode=auto begins like this.
-    """
+def _verdict(plan: Plan, words: str, shared: bool) -> tuple[str, str]:
+    """Return the best draft of the first setting with its speedup, and how to decode with it."""
+    also = " decode=auto decides with these times." if shared else ""
     best = plan.recommended[0]
     setting = f"at batch {best.batch}, context {best.context}, on {plan.name}"
     if not best.depth:
-        also = " decode=auto then decodes plainly." if measured else ""
         return f"No draft is faster than plain decoding {setting}.{also}", ""
     shape = f"decode=static_tree decode.width={best.width} decode.nodes={best.nodes}"
     shape = "decode=chain" if best.width == 1 else shape
     speed = f"{best.speedup:.2f}x predicted, tau {best.tau:.2f}"
     command = f"outrider eval {words} {shape} decode.depth={best.depth}"
-    also = " decode=auto begins with it." if measured else ""
     return f"Fastest {setting}: {best.label}, {speed}.{also}", f"Measure it: {command}"
 
 

@@ -8,7 +8,6 @@ from outrider.conf.decode_settings import DecodeConfig
 from outrider.eval.auto_policy import policy_beside
 from outrider.eval.requests import GenerationSettings
 from outrider.eval.serve.parameters import Parameters
-from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.measurement import Announce, say_nothing
 from outrider.models.decode.from_config import Tables, check_decode, rule_of, sampling_of
 from outrider.models.decode.sampling_params import Sampling
@@ -50,8 +49,6 @@ class RequestSettings:
     def _decoding(self, decode: DecodeConfig) -> GenerationSettings:
         check_decode(decode)
         sampling = sampling_of(decode, self.vocab)
-        policy = policy_beside(decode, self.drafter, self.tables)
-        if isinstance(policy, Auto):
-            policy.announce = self.announce
+        policy = policy_beside(decode, self.drafter, self.tables, self.announce)
         rule = rule_of(decode, policy)
         return GenerationSettings(**sampling._asdict(), policy=policy, rule=rule)

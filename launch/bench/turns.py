@@ -21,6 +21,7 @@ prompt once before, which does not count. Drafters that run the target have no `
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
@@ -111,14 +112,11 @@ class Turn(NamedTuple):
 def turns(words: list[str]) -> int:
     """Run the benchmark."""
     run = LoadedRun(words, Options)
-    options, decoders = run.options, decoders_of(run)
-    prompts = prompts_of(run)
+    options, reporter = run.options, Reporter(Console(stderr=True))
+    decoders, prompts = decoders_of(run, reporter), prompts_of(run)
     requests, done = run.requests(prompts), list[Turn]()
     total, greedy = options.repeats * len(prompts), options.temperature == 0
-    reporter = Reporter(Console(stderr=True))
-    reporter.print(
-        "decoding the first prompt once: with decode=auto it measures costs, which takes a minute"
-    )
+    reporter.print("decoding the first prompt once")
     answers_to(requests[0], decoders, 0, options.temperature)
     with reporter.progress("decoding", total, "prompts") as progress:
         for number in range(total):
@@ -135,7 +133,7 @@ def turns(words: list[str]) -> int:
     return 0
 
 
-def decoders_of(run: LoadedRun[Options]) -> dict[str, Decoder]:
+def decoders_of(run: LoadedRun[Options], reporter: Reporter) -> dict[str, Decoder]:
     """Load the drafters of the table, by their names in it, for the run's target.
 
     Raises:
@@ -152,9 +150,14 @@ def decoders_of(run: LoadedRun[Options]) -> dict[str, Decoder]:
     for name, drafter in found.items():
         decoder = Decoder.with_target(run.target, run.tokenizer, drafter, options.decode)
         require_unchanged("drafters", name, decoder.changed)
+        decoder.announce = partial(_print_of, reporter, name)
         decoder.engine(GenerationSettings(temperature=options.temperature))
         decoders[name] = decoder
     return decoders
+
+
+def _print_of(reporter: Reporter, name: str, text: str) -> None:
+    reporter.print(f"{name}: {text}")
 
 
 def require_unchanged(key: str, name: str, change: str | None) -> None:

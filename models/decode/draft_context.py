@@ -33,6 +33,7 @@ class DraftContext:
         max_depth: the deepest level the drafter supports.
         rng: random numbers for sampled drafts.
         abstains: nodes of the last step that the drafter drafts no child of; None: there are none.
+        steps: of the drafter so far.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DraftContext:
         self.abstains: Bool[Tensor, "B N"] | None = None
         self._paths: Int[Tensor, "B N P"] | None = None
         self._depth, self._has_noise = 0, False  # of the last step
+        self.steps = 0
 
     def step(
         self, depth: int, ids: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
@@ -80,6 +82,7 @@ class DraftContext:
         self.watch.lap()
         logits, self.states = self.drafter.step_batch(self.states, depth, ids, parents)
         self.times.draft += self.watch.lap()
+        self.steps += 1
         if self.drafter.may_abstain:
             self.abstains = logits.amax(-1).isneginf()
             logits = logits.masked_fill(self.abstains[..., None], 0.0)

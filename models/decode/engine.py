@@ -321,7 +321,7 @@ class Engine:
         cache.select_slots(0, len(active))
         self.verifier.start_round(active, 0 if self.policy is None else self.policy.levels)
         skips = self.skipping is not None and not self.skipping.drafts(active)
-        draft, drafted = (self._no_draft(active), ()) if skips else self._draft(active, times)
+        draft, drafted, steps = self._no_draft(active) if skips else self._draft(active, times)
         tree, prefix = draft.tree, cache.active_lengths
         positions, visible = tree_layout.positions_and_mask(tree, prefix)
         watch.lap()  # building the tree and its mask counts as overhead
@@ -331,7 +331,7 @@ class Engine:
         decision = self._decide(draft, self._adjusted(logits, tree))
         paths = []
         for slot, (one, outcome) in enumerate(zip(active, decision.outcomes, strict=True)):
-            paths.append(outcome.path[: one.add_round(outcome, self.stops)])
+            paths.append(outcome.path[: one.add_round(outcome, self.stops, steps)])
             self._record(one, slot, decision.scores[slot], paths[-1])
         counts = [*map(len, paths)]
         times.verify += watch.lap()
@@ -356,10 +356,10 @@ class Engine:
 
     def _draft(
         self, active: list[ActiveRequest], times: RoundTimes
-    ) -> tuple[Draft, Sequence[State]]:
-        """Return the draft, and the drafter's states after its last step."""
+    ) -> tuple[Draft, Sequence[State], int]:
+        """Return the draft, the drafter's states after its last step, and how many it has run."""
         if self.drafter is None or self.policy is None:
-            return self._no_draft(active), ()
+            return self._no_draft(active)
         rng = NO_RANDOMNESS  # draws need not check: verification refuses tokens of NaN rows
         if self.policy.draft in WITH_ROWS:
             rng = self.verifier.random_source(check_mass=False)
@@ -368,15 +368,15 @@ class Engine:
             self.drafter, active, self.sampling, rng, history, scores, self.watch, times
         )
         if max(context.depth_limits) < 1:
-            return Draft(Tree.chain(context.roots[:, None]), None), context.states
+            return Draft(Tree.chain(context.roots[:, None]), None), context.states, 0
         try:
-            return self.policy.propose(context), context.states
+            return self.policy.propose(context), context.states, context.steps
         except EmptyDistribution as error:
             raise RunError(f"A round could not be drafted: {error}", DRAFTER_FIX) from error
 
-    def _no_draft(self, active: list[ActiveRequest]) -> Draft:
+    def _no_draft(self, active: list[ActiveRequest]) -> tuple[Draft, Sequence[State], int]:
         newest = [one.out.ids[-1:] for one in active]
-        return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None)
+        return Draft(Tree.chain(torch.tensor(newest, device=self.target.device)), None), (), 0
 
     def _adjusted(self, logits: Rows, tree: Tree, first: int = 0) -> Rows:
         """Apply penalties and bans, each node with its own text."""

@@ -130,7 +130,7 @@ def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Path
     """Return the best shape of `decode.nodes` nodes; ConfigError if there is no table for it."""
     name = _table_name(decode)
     if tables is None or name not in tables:
-        why = f"The run has no measured acceptance per rank ({name} in ranks.json)."
+        why = f"No measured acceptance per rank is beside the drafter ({name} in ranks.json)."
         fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
         raise ConfigError("decode.tree", decode.tree, why, fix)
     table = tables[name].ranks[: decode.depth, : decode.width]

@@ -52,6 +52,7 @@ class Output:
             in place of a rejected token ("correction") or after an accepted leaf ("bonus").
         accepted: per round, how many draft tokens were accepted and emitted.
         drafted: per round, the depth of the draft.
+        steps: per round, the levels that the drafter has computed, submitted or not.
         room: per round, how many draft tokens the budget had room for.
         rejected: per round, the token that a correction replaces; None if there was none, and for
             trees, where several are rejected at once.
@@ -67,6 +68,7 @@ class Output:
     origins: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     room: list[int] = field(default_factory=list)
     rejected: list[int | None] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -173,8 +175,12 @@ class ActiveRequest:
         self.out.ids, self.out.origins = [token], [FIRST]
         self._end_at_budget()
 
-    def add_round(self, outcome: RoundOutcome, stops: Stops) -> int:
-        """Add a round's tokens up to the first end and the budget (rule R8); return how many."""
+    def add_round(self, outcome: RoundOutcome, stops: Stops, steps: int) -> int:
+        """Add a round's tokens up to the first end and the budget (rule R8); return how many.
+
+        Args:
+            steps: of the drafter.
+        """
         out, accepted = self.out, len(outcome.tokens) - 1
         stops = self.request.stops or stops
         out.room.append(self.room)
@@ -184,6 +190,7 @@ class ActiveRequest:
         out.origins.extend(origins[: len(new_ids)])
         out.accepted.append(min(len(new_ids), accepted))
         out.drafted.append(outcome.draft_depth)
+        out.steps.append(steps)
         out.rejected.append(outcome.rejected if len(new_ids) > accepted else None)
         self._end_at_budget()
         return len(new_ids)

@@ -38,6 +38,7 @@ from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import (
     Announce,
+    LargestDraft,
     covers,
     read_or_measure,
     say_nothing,
@@ -112,6 +113,11 @@ class Auto:
         """Nodes of a tree at most; 0: chains alone, also in rounds that are less deep."""
         return self.budget if self.budget > self.depth else 0
 
+    def largest(self, max_depth: int) -> LargestDraft:
+        """Return the size of the largest draft by a drafter of this depth."""
+        deepest, nodes = min(self.depth, max_depth), self.tree_nodes
+        return LargestDraft(deepest, self.width if nodes else 1, nodes or deepest)
+
     def default_rule(self, name: str = "auto") -> BoundRule:
         """Return the rule that verifies its chains and its trees; `name` is that of chains."""
         if self.draft == COUPLED or self.draft == BEST:
@@ -148,18 +154,17 @@ class Auto:
         self._device = target.device
         rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
         known = None if self.controller is None else self.controller.costs
-        deepest = min(self.depth, self._drafter.max_depth)
-        shape = (deepest, self.width, self.tree_nodes or deepest)
-        if known is not None and covers(known.times, slots, rows, shape):
+        drafter, largest = self._drafter.inner, self.largest(self._drafter.max_depth)
+        if known is not None and covers(known.times, slots, rows, largest, drafter.bends):
             return
         times, note = read_or_measure(
-            target, self._drafter.inner, self.file, slots, rows, shape, self.announce
+            target, drafter, self.file, slots, rows, largest, self.announce
         )
         self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
         costs.factors.new_table()
         self.use_costs(costs)
-        longest = costs.seconds(chain_shape(deepest), slots, rows).draft
+        longest = costs.seconds(chain_shape(largest.depth), slots, rows).draft
         self._drafter.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)
 
     def use_costs(self, costs: LiveCosts) -> None:

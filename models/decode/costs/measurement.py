@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from outrider.conf.errors import RunError
 from outrider.models.decode.costs.cost_table import CostSetting, read_costs, write_costs
@@ -19,13 +20,56 @@ from outrider.models.target.target import Target
 
 REPEATS, SECONDS = 15, 6.0  # of each set of forwards: fewer repetitions if they take longer
 SHORT = 64  # rows of the short context
-VERIFIED = (2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)  # tokens of a forward: those of a chain one by one,
-# since kernels work on several rows at once: on one processor 8 take less than 7, and 9 much more
-BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated,
-LEAST_TOKENS = 9  # but of each prompt at least as many as those of an ordinary chain
+# tokens of a forward: those of a chain one by one, since kernels work on several rows at once (on
+# one processor 8 take less than 7, and 9 much more)
+VERIFIED = (2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
+BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated
+LEAST_TOKENS = 9  # timed of each prompt even where these exceed BATCH_ROWS: an ordinary chain
 BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
 
 Announce = Callable[[str], object]
+
+
+class TimedPoints(NamedTuple):
+    """Tokens of a target forward, depths and widths of drafts."""
+
+    tokens: list[int]
+    depths: list[int]
+    widths: list[int]
+
+
+class LargestDraft(NamedTuple):
+    """Up to what size drafts are timed; chains have a width of 1."""
+
+    depth: int
+    width: int
+    nodes: int
+
+    @classmethod
+    def of(cls, times: MeasuredTimes) -> "LargestDraft":
+        """Return the size of the largest draft in a table."""
+        drafts, tokens = times.draft.axes, times.target.axes["tokens"]
+        return cls(drafts["depth"][-1], drafts["width"][-1], tokens[-1] - 1)
+
+    def tokens(self, slots: int) -> int:
+        """Return the most tokens that are timed of each prompt of a batch, the root included."""
+        return min(self.nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
+
+    def joined(self, other: "LargestDraft") -> "LargestDraft":
+        """Return the size of a draft that is as large as both."""
+        return LargestDraft(*map(max, self, other))
+
+    def points(self, bends: Sequence[int], slots: int) -> "TimedPoints":
+        """Return what is timed for batches of up to so many requests.
+
+        Args:
+            bends: of the drafter.
+        """
+        most = self.tokens(slots)
+        # beyond the last point a row costs what the rows before it do: these are two at least
+        tokens = sorted({min(count, most) for count in VERIFIED} - {most - 1})
+        depths = {1, min(2, self.depth), self.depth, *(one for one in bends if one < self.depth)}
+        return TimedPoints(tokens, sorted(depths), sorted({1, self.width}))
 
 
 def say_nothing(text: str) -> None:
@@ -36,22 +80,30 @@ def covers(
     times: MeasuredTimes,
     slots: int,
     rows: int,
-    shape: tuple[int, int, int],
+    largest: LargestDraft,
     bends: Sequence[int] = (),
 ) -> bool:
     """Return whether times may be used for batches of `slots` requests of `rows` rows.
 
     Args:
-        shape: depth, width and nodes of the largest draft.
         bends: of the drafter.
     """
     batches, contexts = times.target.axes["batch"], times.target.axes["context"]
-    drafts, (depth, width, nodes) = times.draft.axes, shape
-    drafted = drafts["depth"][-1] >= depth and drafts["width"][-1] >= (
-        width if nodes > depth else 1
-    )
-    drafted = drafted and all(one in drafts["depth"] for one in bends if one < depth)
-    return drafted and batches[-1] >= slots and BEYOND * contexts[-1] >= rows
+    known, depths = LargestDraft.of(times), times.draft.axes["depth"]
+    drafted = known.depth >= largest.depth and known.width >= largest.width
+    drafted = drafted and all(one in depths for one in bends if one < largest.depth)
+    # of a larger batch fewer tokens are timed, and not more of them for a smaller one
+    verified = known.nodes + 1 >= largest.tokens(batches[-1])
+    return drafted and verified and batches[-1] >= slots and BEYOND * contexts[-1] >= rows
+
+
+def supersedes(times: MeasuredTimes, known: MeasuredTimes | None, drafter: Drafter) -> bool:
+    """Return whether times may be used wherever other times of this drafter may be."""
+    if known is None:
+        return True
+    batches, contexts = known.target.axes["batch"], known.target.axes["context"]
+    largest = LargestDraft.of(known)
+    return covers(times, batches[-1], BEYOND * contexts[-1], largest, drafter.bends)
 
 
 def read_or_measure(
@@ -60,27 +112,31 @@ def read_or_measure(
     file: Path | None,
     slots: int,
     rows: int,
-    shape: tuple[int, int, int],
+    largest: LargestDraft,
     announce: Announce = say_nothing,
 ) -> tuple[MeasuredTimes, str]:
     """Return the times of a file, or measure and keep them there; and a sentence for the user.
 
+    Drafts of all sizes in the file are measured again, so that sizes that are used by turns are
+    not measured by turns.
+
     Args:
         file: None: in the user's cache.
-        shape: depth, width and nodes of the largest draft.
         announce: called with a sentence before anything is measured.
     """
     setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
     times, why = read_costs(file, setting)
-    if times is not None and covers(times, slots, rows, shape, drafter.bends):
-        return times, ""
-    sets = 2 * len(_contexts(target, rows, shape)) * len(_batches(slots))
+    if times is not None:
+        if covers(times, slots, rows, largest, drafter.bends):
+            return times, ""
+        largest = largest.joined(LargestDraft.of(times))
+    sets = 2 * len(_contexts(target, rows, largest)) * len(_batches(slots))
     announce(
         f"measuring the costs of rounds, once; for most targets less than {sets * SECONDS:.0f} s"
     )
     start = time.perf_counter()
-    times = _measure(target, drafter, setting.name, slots, rows, shape)
+    times = _measure(target, drafter, setting.name, slots, rows, largest)
     seconds = f"costs of rounds measured in {time.perf_counter() - start:.1f} s"
     place = ""
     with suppress(RunError):  # a folder that cannot be written: measured again next time
@@ -95,21 +151,15 @@ def _measure(
     name: str,
     slots: int,
     rows: int,
-    shape: tuple[int, int, int],
+    largest: LargestDraft,
 ) -> MeasuredTimes:
-    depth, width, nodes = shape
-    contexts, batches = _contexts(target, rows, shape), _batches(slots)
-    most = min(nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
-    # beyond the last point a row costs what the rows before it do: these are two at least
-    tokens = sorted({min(count, most) for count in VERIFIED} - {most - 1})
-    widths = (1, width) if nodes > depth else (1,)
-    bends = [one for one in drafter.bends if one < depth]
-    grid = Grid(sorted({1, min(2, depth), depth, *bends}), widths, (), batches, contexts)
+    tokens, depths, widths = largest.points(drafter.bends, slots)
+    grid = Grid(depths, widths, (), _batches(slots), _contexts(target, rows, largest))
     return measure_forwards(target, drafter, name, tokens, grid, REPEATS, seconds=SECONDS)
 
 
-def _contexts(target: Target, rows: int, shape: tuple[int, int, int]) -> list[int]:
-    longest = max(1, min(rows, target.shape().max_positions - shape[2] - 1))
+def _contexts(target: Target, rows: int, largest: LargestDraft) -> list[int]:
+    longest = max(1, min(rows, target.shape().max_positions - largest.nodes - 1))
     return sorted({min(SHORT, longest), longest})
 
 
