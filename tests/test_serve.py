@@ -6,16 +6,25 @@ character, so that pieces end within characters.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from outrider.conf.command_settings import ServeConfig
+from outrider.conf.console import Console
 from outrider.data.conversations import Message
 from outrider.eval.decoder import Decoder
+from outrider.eval.serve.command import listen
+from outrider.eval.serve.parameters import Parameters
 from outrider.eval.serve.server import KEY, Server
+from outrider.models.decode.from_config import parse_policy_at_temperature
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.rules.rule_table import DRAWN
+from tests import tiny
 from tests.serving import TOKENS, metrics, post, serving, stream
 from tests.test_decoder import oracle, target
 from tests.test_tokenise import PLAIN, byte_tokenizer
@@ -70,6 +79,26 @@ def test_pieces_concatenate_to_the_answer(server: Server, how: dict[str, Any]) -
     assert [event["choices"][0]["finish_reason"] for event in events[-2:]] == [None, finish]
     texts = stream(server, "completions", prompt=PROMPT, seed=1, **how)
     assert "".join(e["choices"][0]["text"] for e in texts) == expected(PROMPT, seed=1, **how).text
+
+
+def test_costs_are_measured_before_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For batches of the server's size, with a sentence before and one after."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    console, (_, decode) = Console(file=StringIO(), width=200), parse_policy_at_temperature("auto@0")
+    options = ServeConfig(port=0, batch=3)
+    with closing(listen(options)) as listener:
+        served = Decoder(target(), byte_tokenizer(PLAIN), tiny.drafter("eagle3", target()).eval())
+        server = Server(served, decode, options, listener, console, TOKENS)
+        server.prepare()
+        policies = [server.service.settings(Parameters(temperature=heat), 0) for heat in (0.0, 1.0)]
+        for setting in policies:
+            server.worker.decoder.engine(setting).start([], 3)
+    assert isinstance(console.file, StringIO)
+    first, second = console.file.getvalue().splitlines()
+    assert first.startswith("measuring the costs of rounds, once")
+    assert second.startswith("costs of rounds measured in")
 
 
 def test_a_stop_string_across_pieces_is_never_sent(server: Server) -> None:

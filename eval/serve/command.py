@@ -49,6 +49,7 @@ def serve(config: Config, options: ServeConfig, console: Console | None = None) 
         tokens = config.eval.max_new_tokens
         server = Server(decoder, config.decode, options, listener, console, tokens, tables)
         _print_notes(console, decoder, policy, config)
+        server.prepare()
         if options.host not in LOCAL_HOSTS and server.service.key is None:
             why = "other machines can reach this address without a key"
             console.print(Text(why, "yellow"))

@@ -25,8 +25,10 @@ from outrider.eval.chat import progress_text
 from outrider.eval.decoder import Decoder
 from outrider.eval.serve.api import Service, application
 from outrider.eval.serve.metrics import Metrics
+from outrider.eval.serve.parameters import Parameters
 from outrider.eval.serve.request_settings import RequestSettings
 from outrider.eval.serve.worker import Job, Worker
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.from_config import Tables
 
 KEY = "OUTRIDER_API_KEY"
@@ -61,9 +63,9 @@ class Server:
         self.worker = Worker(
             decoder, options, default_tokens, self.metrics, self._print_answer, self._print_bug
         )
-        announce = partial(console.print, style="dim")
+        self.announce = partial(console.print, style="dim", soft_wrap=True)
         vocab = decoder.target.vocab_size
-        settings = RequestSettings(decode, tables, vocab, decoder.folder, announce)
+        settings = RequestSettings(decode, tables, vocab, decoder.folder, self.announce)
         name, key = options.model or decoder.target.name, os.environ.get(KEY) or None
         self.service = Service(self.worker, options, self.metrics, name, settings, key)
 
@@ -71,6 +73,14 @@ class Server:
     def url(self) -> str:
         host, port = self.listener.getsockname()[:2]
         return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    def prepare(self) -> None:
+        """Measure the costs of decode=auto now, not within the first answer."""
+        setting = self.service.settings(Parameters(), 0)
+        if isinstance(setting.policy, Auto):
+            self.worker.decoder.engine(setting).start([], self.options.batch)
+            for note in setting.policy.notes:
+                self.announce(note)
 
     def run(self) -> None:
         """Answer until `stop`.
