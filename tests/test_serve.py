@@ -86,7 +86,10 @@ def test_costs_are_measured_before_the_first_answer(
 ) -> None:
     """For batches of the server's size, with a sentence before and one after."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    console, (_, decode) = Console(file=StringIO(), width=200), parse_policy_at_temperature("auto@0")
+    console, (_, decode) = (
+        Console(file=StringIO(), width=200),
+        parse_policy_at_temperature("auto@0"),
+    )
     options = ServeConfig(port=0, batch=3)
     with closing(listen(options)) as listener:
         served = Decoder(target(), byte_tokenizer(PLAIN), tiny.drafter("eagle3", target()).eval())
