@@ -17,9 +17,16 @@ MUON_DRAFTERS = ("eagle", "eagle3", "hass", "mtp")  # docs/benchmarks.md has wha
 MUON_RATE = 3.0  # their train.optimizer.rate
 
 
-def automatic_depth(policy: str) -> int:
-    """Return the depth of a policy's drafts if the drafter's is at least as large."""
-    return DEPTHS.get(policy, TREE_DEPTH)
+def automatic_depth(policy: str, nodes: object = None) -> int:
+    """Return the depth of a policy's drafts if the drafter's is at least as large.
+
+    Args:
+        nodes: of its trees, if the setting is valid; a path has no more of them.
+    """
+    depth = DEPTHS.get(policy, TREE_DEPTH)
+    if policy == "chain" or not isinstance(nodes, int) or nodes < 1:
+        return depth
+    return min(depth, nodes)
 
 
 def automatic_optimizer(drafter: object, launch: object) -> dict[str, Any]:
@@ -65,14 +72,13 @@ def fill_automatic(values: Mapping[str, Any]) -> tuple[str, ...]:
     defaults = {
         "data.max_length": TINY_LENGTH if names.get("data") == "tiny" else LENGTH,
         "train.lr": LEARNING_RATE,
-        "decode.depth": automatic_depth(str(names.get("decode"))),
+        "decode.depth": automatic_depth(
+            str(names.get("decode")), groups.get("decode", {}).get("nodes")
+        ),
         "decode.confidence": 0.0,
     }
-    nodes = groups.get("decode", {}).get("nodes")
     if names.get("decode") == "chain":
         defaults["decode.nodes"] = defaults["decode.depth"]
-    elif isinstance(nodes, int) and nodes > 0:  # a path of a tree has no more nodes than the tree
-        defaults["decode.depth"] = min(defaults["decode.depth"], nodes)
     keys = []
     for key, default in defaults.items():
         group, _, name = key.partition(".")

@@ -87,14 +87,14 @@ def chat(
     exempt_objects()
     sampling = sampling_of(config.decode, decoder.target.vocab_size)
     how = {**sampling._asdict(), "rule": rule_of(config.decode, policy)}
-    if isinstance(policy, Auto):  # measures its costs now, not within the first answer
-        decoder.engine(GenerationSettings(**how)).start([], 1)
-    session = Session(
-        console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens
-    )
-    _print_greeting(console, decoder, policy, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the greeting prints them
+        if isinstance(policy, Auto):  # measures its costs now, not within the first answer
+            decoder.engine(GenerationSettings(**how)).start([], 1)
+        session = Session(
+            console, lambda: decoder.chat(seed=config.run.seed, **how), config.eval.max_new_tokens
+        )
+        _print_greeting(console, decoder, policy, config)
         for line in _lines(console, read_line or (lambda: _read_line(console))):
             if line == "/quit":
                 break

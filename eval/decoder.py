@@ -326,7 +326,9 @@ class Decoder:
         if decode.kind != "auto":
             return from_config.policy_of(decode, self.tables)
         if decode not in self._learning:
-            self._learning[decode] = policy_beside(decode, self.folder, self.tables, self.announce)
+            self._learning[decode] = policy_beside(
+                decode, self.folder, self.tables, lambda text: self.announce(text)
+            )
         return self._learning[decode]
 
     def text(self, ids: list[int]) -> str:

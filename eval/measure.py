@@ -42,6 +42,7 @@ from outrider.models.decode.from_config import depth_warning, rule_of, sampling_
 from outrider.models.decode.request import Output, Stops
 from outrider.models.decode.rules.rule_table import RULES
 from outrider.models.decode.verifier import CoupledVerifier
+from outrider.models.drafters.parts.part import folder_of
 from outrider.models.drafting.drafter import Drafter
 from outrider.models.formats import native
 from outrider.models.interface import Trace
@@ -120,7 +121,8 @@ class Measurement:
         decode, stops = config.decode, Stops(stop_ids(tokenizer, target))
         sampling = sampling_of(decode, target.vocab_size)
         run = Path(config.run.dir)
-        own = run / "drafter" if config.eval.drafter is None else None
+        other = config.eval.drafter
+        own = run / "drafter" if other is None else folder_of(other)
         self.policy = policy = policy_beside(decode, own, tables_for(config), announce)
         rule = rule_of(decode, policy)
         self.rule = rule.name

@@ -129,6 +129,16 @@ def test_a_draft_is_at_most_as_deep_as_the_drafter_can(
     assert (config.decode.depth, config.decode.nodes) == (depth, nodes)
 
 
+@pytest.mark.parametrize(("name", "nodes"), [("auto", 7), ("dynamic_tree", 3)])
+def test_a_depth_that_the_nodes_limit_is_no_limit_of_the_drafter(name: str, nodes: int) -> None:
+    config, notes = adapted(f"decode={name}", f"decode.nodes={nodes}")
+    assert (config.decode.depth, notes) == (nodes, [])
+    config, notes = adapted(f"decode={name}", f"decode.nodes={nodes}", "drafter=medusa")
+    depth = config.drafter.depths
+    assert config.decode.depth == min(depth, nodes)
+    assert any("as deep as the drafter can" in note for note in notes) == (depth < nodes)
+
+
 def test_the_grid_adapts_to_the_drafter_with_a_note() -> None:
     grid = "eval.grid=[chain@0,dynamic_tree@1]"
     config, notes = adapted("drafter=mtp", "drafter.depths=2", grid)

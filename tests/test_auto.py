@@ -200,6 +200,20 @@ def test_the_chat_shows_the_shape() -> None:
     assert all("plain" in line or "chain" in line or "tree" in line for line in numbers)
 
 
+def test_a_decoder_announces_by_what_was_set_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy is kept; a larger batch is measured later."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    said, decoder = list[str](), Decoder.from_pretrained("tiny", "suffix", policy="auto")
+    decoder.generate("a b a b", 3)
+    decoder.announce = said.append
+    decoder.generate("a b a b", 3)
+    assert said == []
+    decoder.generate_batch(["a b a b"] * 2, 3, batch=2)
+    assert len(said) == 1
+
+
 def test_a_server_says_that_costs_are_measured() -> None:
     said = list[str]()
     _, decode = parse_policy_at_temperature("auto@0")

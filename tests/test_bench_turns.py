@@ -70,7 +70,7 @@ def test_every_drafter_decodes_every_prompt(
     printed = capsys.readouterr()
     assert all(name in printed.out for name in (*names, "hybrid of best"))
     for name in names:
-        assert f"{name}: measuring the costs of rounds, once; for most" in printed.err
+        assert f"{name}: measuring the costs of rounds; for most" in printed.err
 
 
 def test_the_order_is_another_for_the_prompts_of_a_category(

@@ -1,15 +1,16 @@
 """Cost tables: what a file holds, whose times are used, and what the rounds correct."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise, starmap
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from outrider.models.decode.auto import policy
 from outrider.models.decode.auto.choice import BUDGETS
 from outrider.models.decode.auto.controller import BURST
 from outrider.models.decode.auto.plain_rounds import STALE, PlainRounds
@@ -23,7 +24,12 @@ from outrider.models.decode.costs.live_costs import (
     JUMP_SECONDS,
     LiveCosts,
 )
-from outrider.models.decode.costs.measurement import LargestDraft, read_or_measure
+from outrider.models.decode.costs.measurement import (
+    MOST_TABLES,
+    LargestDraft,
+    keep_costs,
+    read_or_measure,
+)
 from outrider.models.decode.costs.round_costs import (
     PLAIN,
     DecodedRound,
@@ -48,49 +54,66 @@ TIMES = MeasuredTimes(
 SETTING = CostSetting("a processor", "2", "2.13", "float32", "t" * 16, "Eagle d")
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    write_costs(file, TIMES, SETTING)
-    assert read_costs(file, SETTING) == (replace(TIMES, name=SETTING.name), "")
+    other = replace(TIMES, read=0.5)
+    write_costs(file, [TIMES, other], SETTING)
+    expected = [replace(one, name=SETTING.name) for one in (TIMES, other)]
+    assert read_costs(file, SETTING) == (expected, "")
 
 
 @pytest.mark.parametrize("field", ["machine", "threads", "torch", "dtype", "target", "drafter"])
 def test_times_of_another_setting_are_not_used(field: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    write_costs(file, TIMES, CostSetting(**{**vars(SETTING), field: "other"}))
-    times, why = read_costs(file, SETTING)
-    assert times is None
+    write_costs(file, [TIMES], CostSetting(**{**vars(SETTING), field: "other"}))
+    tables, why = read_costs(file, SETTING)
+    assert tables == []
     assert why == f"{file} differs in {field}"
 
 
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda table: {key: value for key, value in table.items() if key != name}
+Damage = Callable[[dict[str, Any]], Any]
 
 
-def with_first_ms(value: object) -> Callable[[dict[str, Any]], Any]:
+def without(name: str) -> Damage:
+    return lambda content: {key: value for key, value in content.items() if key != name}
+
+
+def with_first_ms(value: object) -> Damage:
     return lambda table: {**table, "target": [{**table["target"][0], "ms": value}]}
+
+
+def second(damage: Damage) -> Damage:
+    """Return damage of the second table of a file."""
+    return lambda content: {
+        **content,
+        "tables": [content["tables"][0], damage(content["tables"][1])],
+    }
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        without("target"), without("read"), without("setting"), with_first_ms(0.0),
-        with_first_ms(-1.0), with_first_ms("fast"), lambda table: {**table, "target": []},
-        lambda table: {**table, "draft": table["draft"][1:]}, lambda table: [table],
-        lambda table: {**table, "decoded": {"many": []}}, lambda table: {**table, "format": "x"},
+        without("setting"), without("tables"), lambda content: [content],
+        lambda content: {**content, "format": "x"}, lambda content: {**content, "tables": "here"},
+        *map(second, (
+            without("target"), without("read"), with_first_ms(0.0), with_first_ms(-1.0),
+            with_first_ms("fast"), lambda table: {**table, "target": []}, lambda table: [table],
+            lambda table: {**table, "draft": table["draft"][1:]},
+            lambda table: {**table, "decoded": {"many": []}},
+        )),
     ],
 )  # fmt: skip
-def test_a_damaged_table_is_named_and_not_used(damage: Any, tmp_path: Path) -> None:
+def test_a_damaged_table_is_named_and_not_used(damage: Damage, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    write_costs(file, TIMES, SETTING)
+    write_costs(file, [TIMES, TIMES], SETTING)
     file.write_text(json.dumps(damage(json.loads(file.read_text()))))
-    times, why = read_costs(file, SETTING)
-    assert times is None
+    tables, why = read_costs(file, SETTING)
+    assert tables == []
     assert why.count(str(file)) == 1
 
 
 def test_without_a_file_there_is_nothing_to_say(tmp_path: Path) -> None:
-    assert read_costs(tmp_path / "costs.json", SETTING) == (None, "")
+    assert read_costs(tmp_path / "costs.json", SETTING) == ([], "")
 
 
 def test_beyond_the_grid_the_last_segment_goes_on() -> None:
@@ -250,28 +273,94 @@ def test_a_table_covers_drafts_of_its_size() -> None:
     assert not measurement.covers(TIMES, 5, 256, LargestDraft(4, 1, 4))
 
 
-def test_a_larger_tree_is_measured_too(tmp_path: Path) -> None:
-    """With all that was measured before: otherwise two sizes by turns are measured by turns."""
+def grid_of(
+    batches: Sequence[int], contexts: Sequence[int], tokens: Sequence[int] = (1, 9)
+) -> MeasuredTimes:
+    points = product(tokens, batches, contexts)
+    axes = {"tokens": (*tokens,), "batch": (*batches,), "context": (*contexts,)}
+    return replace(TIMES, target=TimeGrid(axes, dict.fromkeys(points, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "contexts"), [([4], [64, 256]), ([1, 4], [128, 256]), ([1, 4], [64])]
+)
+def test_a_table_of_large_settings_alone_does_not_cover_small_ones(
+    batches: list[int], contexts: list[int]
+) -> None:
+    """A round of four requests does not take the time of one, nor one at 256 rows that at 64."""
+    assert measurement.covers(grid_of([1, 4], [64, 256]), 1, 128, LargestDraft(4, 1, 4))
+    assert not measurement.covers(grid_of(batches, contexts), 1, 128, LargestDraft(4, 1, 4))
+
+
+def test_a_table_replaces_those_that_it_covers(tmp_path: Path) -> None:
+    def kept(new: MeasuredTimes) -> list[bool]:
+        keep_costs(file, new, old, SETTING)
+        tables = read_costs(file, SETTING)[0]
+        assert tables[0].target == new.target
+        return [one.target in [table.target for table in tables[1:]] for one in old]
+
+    file = tmp_path / "costs.json"
+    old = [grid_of([1], [64, 256]), grid_of([1, 4], [64, 128]), grid_of([16], [2000])]
+    assert kept(grid_of([1, 4], [64, 256])) == [False, False, True]
+    assert kept(grid_of([1, 2], [64, 512])) == [False, True, True]
+    assert kept(grid_of([1, 4], [64, 256], (1, 5))) == [True, True, True], "fewer tokens"
+    keep_costs(file, TIMES, [grid_of([1], [64, 64 * n]) for n in range(9, 30)], SETTING)
+    assert len(read_costs(file, SETTING)[0]) == MOST_TABLES
+
+
+def measured(tmp_path: Path, needs: Sequence[tuple[int, int, LargestDraft]]) -> str:
+    """Return which needs were measured (m), and which were read (.), in turn."""
     target, file = tiny.target(), tmp_path / "costs.json"
-    drafter, measured = tiny.drafter("medusa", target).eval(), []
+    drafter, notes = tiny.drafter("medusa", target).eval(), []
+    for need in needs:
+        times, note = read_or_measure(target, drafter, file, *need)
+        assert measurement.covers(times, *need, drafter.bends)
+        notes.append(note)
+    return "".join("m" if note else "." for note in notes)
+
+
+def test_sizes_of_drafts_by_turns_are_measured_once_each(tmp_path: Path) -> None:
+    """A larger tree is measured too: rows beyond the table are not extrapolated."""
     sizes = [(2, 1, 2), (2, 2, 15), (2, 2, 31), (3, 1, 3), (2, 2, 15), (2, 2, 31), (2, 1, 2)]
-    for largest in starmap(LargestDraft, sizes):
-        times, note = read_or_measure(target, drafter, file, 1, 64, largest)
-        assert measurement.covers(times, 1, 64, largest)
-        measured.append(bool(note))
-    assert measured == [True, True, True, True, False, False, False]
-    assert times.target.axes["tokens"][-1] == 32
-    assert times.draft.axes["depth"][-1] == 3
+    needs = [(1, 64, LargestDraft(*size)) for size in sizes]
+    assert measured(tmp_path, needs) == "mmmm..."
 
 
-def test_batches_of_one_and_of_many_by_turns_are_measured_once(tmp_path: Path) -> None:
-    """Of many requests, nine tokens each are timed at most."""
-    target, file = tiny.target(), tmp_path / "costs.json"
-    drafter, measured = tiny.drafter("medusa", target).eval(), []
-    for slots in (1, 16, 1, 16, 5, 1):
-        _, note = read_or_measure(target, drafter, file, slots, 64, LargestDraft(2, 2, 31))
-        measured.append(bool(note))
-    assert measured == [True, True, False, False, False, False]
+def test_batches_and_contexts_by_turns_are_measured_once_each(tmp_path: Path) -> None:
+    """Of many requests nine tokens each are timed at most, and not more of them for one."""
+    needs = [(slots, 30, LargestDraft(2, 2, 31)) for slots in (1, 16, 1, 16, 5, 1)]
+    needs += [(slots, rows, needs[0][2]) for slots, rows in ((1, 128), (16, 30), (1, 128))]
+    assert measured(tmp_path, needs) == "mm....m.."
+
+
+@pytest.mark.parametrize("positions", [4, 32, 100, 128])
+def test_a_text_of_few_rows_is_measured_once(positions: int, tmp_path: Path) -> None:
+    """A tree of 84 nodes is larger than half of it."""
+    target = tiny.target(max_position_embeddings=positions)
+    auto = Auto(depth=2, budget=84, file=tmp_path / "costs.json")
+    engine = Engine(target, tiny.drafter("medusa", target).eval(), auto)
+    for _ in range(3):
+        engine.start([], 1)
+    assert len(auto.notes) == 1
+
+
+def test_settings_by_turns_are_read_once_in_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, calls = tiny.target(), []
+    auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json")
+    drafter = tiny.drafter("medusa", target).eval()
+
+    def counted(*of: Any) -> tuple[MeasuredTimes, str]:
+        calls.append(of[3:5])
+        return read_or_measure(*of)
+
+    monkeypatch.setattr(policy, "read_or_measure", counted)
+    auto.wrap(drafter, target)
+    for need in ((1, 128), (3, 64), (1, 128), (3, 64), (2, 64)):
+        monkeypatch.setattr(policy, "LEAST_ROWS", need[1])
+        auto.prepare(target, *need)
+    assert calls == [(1, 128), (3, 64)]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 + JUMP_SECONDS + 0.001])
@@ -318,7 +407,7 @@ def test_a_policy_measures_once_and_then_reads(
     assert first[0].endswith(f"kept in {tmp_path / 'costs.json'}")
     assert second == []
     assert "differs in threads; costs of rounds measured in" in third[0]
-    expected = "measuring the costs of rounds, once; for most targets less than 24 s"
+    expected = "measuring the costs of rounds; for most targets less than 24 s"
     assert announced == [expected] * 2
 
 

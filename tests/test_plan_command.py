@@ -25,6 +25,7 @@ from outrider.models import drafters
 from outrider.models.decode.acceptance import AcceptanceTable
 from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.cost_table import FILE
+from outrider.models.decode.costs.forward_times import measure_forwards
 from outrider.models.decode.costs.round_costs import Grid, MeasuredTimes
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.policy import Chain
@@ -51,7 +52,8 @@ LARGE = [
 
 @pytest.fixture
 def run(workspace: Path) -> Config:  # noqa: F811
-    """The run, with prompts that its small target can read."""
+    """The run, without cost tables, and with prompts that its small target can read."""
+    (workspace / "run" / FILE).unlink(missing_ok=True)
     config = configured(workspace)
     written = parse(compose([
         "target=hf", f"target.path={workspace / 'target'}", "target.dtype=float32",
@@ -105,15 +107,39 @@ def test_automatic_drafts_decide_with_the_times_of_a_plan(
     assert times.target.axes["context"] == (8, 64)
 
 
-def test_a_plan_keeps_times_of_larger_batches(
-    run: Config, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("word", ["plan.contexts=[8,24]", "plan.contexts=[64]", "plan.batches=[2]"])
+def test_automatic_drafts_do_not_decide_with_other_times(
+    run: Config, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
-    before, (note,) = costs_of(run, 3, 64)
-    assert "kept in" in note
-    planned(run, "plan.contexts=[8,64]")
+    """Texts of 128 tokens need times at 64 or more and at less, and those of one request."""
+    planned(run, "plan.contexts=[8,64]", word)
     assert "decode=auto" not in capsys.readouterr().out
+    _, (note,) = costs_of(run, 1, 64)
+    assert "kept in" in note
+
+
+def test_a_plan_keeps_the_times_of_other_settings(run: Config) -> None:
+    before, _ = costs_of(run, 3, 64)
+    planned(run, "plan.contexts=[8,64]")
+    assert costs_of(run, 2, 64)[0].target.axes["context"] == (8, 64)
     after, notes = costs_of(run, 3, 64)
     assert (notes, after.target) == ([], before.target)
+
+
+def test_a_plan_times_no_row_beyond_the_positions(
+    run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 128, of which a plan leaves its deepest draft and 8; decode=auto has trees of 31 nodes."""
+    tokens = list[int]()
+    longest = 128 - 9 - 8
+
+    def counted(target: Any, drafter: Any, name: str, counts: list[int], *of: Any) -> Any:
+        tokens.extend(counts)
+        return measure_forwards(target, drafter, name, counts, *of)
+
+    monkeypatch.setattr("outrider.eval.plan.command.measure_forwards", counted)
+    planned(run, f"plan.contexts=[8,{longest}]", "plan.batches=[1]")
+    assert 9 <= max(tokens) <= 128 - longest
 
 
 def test_a_plan_for_recurrent_layers_has_chains_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The target is a random model over bytes (tests/test_decoder.py): most tokens are
 character, so that pieces end within characters.
 """
 
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,12 +19,13 @@ from outrider.conf.command_settings import ServeConfig
 from outrider.conf.console import Console
 from outrider.data.conversations import Message
 from outrider.eval.decoder import Decoder
-from outrider.eval.serve.command import listen
+from outrider.eval.serve.command import listen, serve
 from outrider.eval.serve.parameters import Parameters
 from outrider.eval.serve.server import KEY, Server
 from outrider.models.decode.from_config import parse_policy_at_temperature
 from outrider.models.decode.policy import Chain
 from outrider.models.decode.rules.rule_table import DRAWN
+from outrider.train.settings import load_published
 from tests import tiny
 from tests.serving import TOKENS, metrics, post, serving, stream
 from tests.test_decoder import oracle, target
@@ -86,22 +88,35 @@ def test_costs_are_measured_before_the_first_answer(
 ) -> None:
     """For batches of the server's size, with a sentence before and one after."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    console, (_, decode) = (
-        Console(file=StringIO(), width=200),
-        parse_policy_at_temperature("auto@0"),
-    )
-    options = ServeConfig(port=0, batch=3)
-    with closing(listen(options)) as listener:
-        served = Decoder(target(), byte_tokenizer(PLAIN), tiny.drafter("eagle3", target()).eval())
+    console, options = Console(file=StringIO(), width=200), ServeConfig(port=0, batch=3)
+    shallow, (_, decode) = tiny.drafter("medusa", target()), parse_policy_at_temperature("auto@0")
+    served = Decoder(target(), byte_tokenizer(PLAIN), shallow.eval())
+    with closing(listen(options)) as listener, warnings.catch_warnings():
+        warnings.simplefilter("error")  # `outrider serve` has printed that drafts are shallow
         server = Server(served, decode, options, listener, console, TOKENS)
         server.prepare()
-        policies = [server.service.settings(Parameters(temperature=heat), 0) for heat in (0.0, 1.0)]
-        for setting in policies:
-            server.worker.decoder.engine(setting).start([], 3)
+        warnings.simplefilter("ignore")
+        for heat in (0.0, 1.0):
+            setting = server.service.settings(Parameters(temperature=heat), 0)
+            served.engine(setting).start([], 3)
     assert isinstance(console.file, StringIO)
     first, second = console.file.getvalue().splitlines()
-    assert first.startswith("measuring the costs of rounds, once")
+    assert first.startswith("measuring the costs of rounds")
     assert second.startswith("costs of rounds measured in")
+
+
+def test_the_command_measures_costs_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(Server, "run", lambda server: server.console.print("running"))
+    words = ["drafter=suffix", "target=tiny", "decode=auto", f"run.dir={tmp_path}"]
+    console = Console(file=StringIO(), width=200)
+    assert serve(load_published(words, report=False), ServeConfig(port=0, batch=1), console) == 0
+    assert isinstance(console.file, StringIO)
+    said = ["measuring the costs of rounds", "costs of rounds measured", " at http", "running"]
+    places = [console.file.getvalue().index(text) for text in said]
+    assert places == sorted(places)
 
 
 def test_a_stop_string_across_pieces_is_never_sent(server: Server) -> None:

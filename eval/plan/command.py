@@ -33,10 +33,10 @@ from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models import drafters
-from outrider.models.decode.auto.policy import Auto
-from outrider.models.decode.costs.cost_table import FILE, CostSetting, read_costs, write_costs
+from outrider.models.decode.auto.policy import LEAST_ROWS, Auto
+from outrider.models.decode.costs.cost_table import FILE, CostSetting, read_costs
 from outrider.models.decode.costs.forward_times import measure_forwards
-from outrider.models.decode.costs.measurement import supersedes
+from outrider.models.decode.costs.measurement import LargestDraft, covers, keep_costs
 from outrider.models.decode.costs.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
@@ -104,7 +104,7 @@ class PlanStudy:
     """Measurements of one checkpoint on some prompts.
 
     Attributes:
-        shared: decode=auto decides with the times of the plan, which are the run's cost table.
+        shared: decode=auto decides with the times of the plan, where it decodes one request.
     """
 
     shared = False
@@ -170,7 +170,7 @@ class PlanStudy:
         runs = decode(shapes, self._engine, self._requests, reporter)
         alone = self._forwards([DraftShape.of(paths) for paths in trees.values()], grid, reporter)
         times = replace(alone, decoded=self._decoded_rounds(alone, runs, calibration, grid))
-        self._share(times)
+        self._keep(times)
         plan = make_plan(self.table, self.tau, times, grid)
         near = min(grid.contexts, key=lambda context: abs(context - self._mean_context()))
         rows = {(row.batch, row.key): row for row in plan.rows if row.context == near}
@@ -180,12 +180,18 @@ class PlanStudy:
             for batch, paths in settings
         ]
 
-    def _share(self, times: MeasuredTimes) -> None:
-        """Write the run's cost table, unless that is of larger batches or longer contexts."""
+    def _keep(self, times: MeasuredTimes) -> None:
+        """Keep the times in the run's cost tables."""
         file, setting = Path(self.config.run.dir) / FILE, CostSetting.of(self.target, self.drafter)
-        self.shared = supersedes(times, read_costs(file, setting)[0], self.drafter)
-        if self.shared:
-            write_costs(file, times, setting)
+        keep_costs(file, times, read_costs(file, setting)[0], setting)
+        rows, largest = self._automatic()
+        self.shared = covers(times, 1, rows, largest, self.drafter.bends)
+
+    def _automatic(self) -> tuple[int, LargestDraft]:
+        """Return the shortest texts and the largest draft that decode=auto needs times of."""
+        auto, rows = Auto(), min(LEAST_ROWS, self.target.shape().max_positions)
+        auto.wrap(self.drafter, self.target)
+        return rows, auto.largest(self.drafter.max_depth, rows)
 
     def _settings_to_check(self, settings: list[tuple[int, Paths]]) -> list[tuple[int, Paths]]:
         """Return `options.check` of the settings, from much work per token to little."""
@@ -198,11 +204,10 @@ class PlanStudy:
         self, shapes: Sequence[DraftShape], grid: Grid, reporter: Reporter
     ) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding, those of decode=auto too."""
-        name, auto = CostSetting.of(self.target, self.drafter).name, Auto()
-        auto.wrap(self.drafter, self.target)
-        largest = auto.largest(self.drafter.max_depth)
-        also = largest.points(self.drafter.bends, max(grid.batches))
-        tokens = [*also.tokens, *(1 + shape.nodes for shape in shapes)]
+        name = CostSetting.of(self.target, self.drafter).name
+        also = self._automatic()[1].points(self.drafter.bends, max(grid.batches))
+        room = self.target.shape().max_positions - max(grid.contexts)
+        tokens = [n for n in also.tokens if n <= room] + [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))
         widths, depths = [*grid.widths, *also.widths, widest], [*grid.depths, *also.depths]
         grid = grid._replace(widths=widths, depths=depths)

@@ -77,10 +77,13 @@ class Server:
     def prepare(self) -> None:
         """Measure the costs of decode=auto now, not within the first answer."""
         setting = self.service.settings(Parameters(), 0)
-        if isinstance(setting.policy, Auto):
+        if not isinstance(setting.policy, Auto):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the start prints them
             self.worker.decoder.engine(setting).start([], self.options.batch)
-            for note in setting.policy.notes:
-                self.announce(note)
+        for note in setting.policy.notes:
+            self.announce(note)
 
     def run(self) -> None:
         """Answer until `stop`.

@@ -150,13 +150,13 @@ def decoders_of(run: LoadedRun[Options], reporter: Reporter) -> dict[str, Decode
     for name, drafter in found.items():
         decoder = Decoder.with_target(run.target, run.tokenizer, drafter, options.decode)
         require_unchanged("drafters", name, decoder.changed)
-        decoder.announce = partial(_print_of, reporter, name)
+        decoder.announce = partial(_print_named, reporter, name)
         decoder.engine(GenerationSettings(temperature=options.temperature))
         decoders[name] = decoder
     return decoders
 
 
-def _print_of(reporter: Reporter, name: str, text: str) -> None:
+def _print_named(reporter: Reporter, name: str, text: str) -> None:
     reporter.print(f"{name}: {text}")
 
 

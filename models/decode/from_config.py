@@ -130,8 +130,8 @@ def search_tree(decode: DecodeConfig, tables: Tables | None) -> tree_shapes.Path
     """Return the best shape of `decode.nodes` nodes; ConfigError if there is no table for it."""
     name = _table_name(decode)
     if tables is None or name not in tables:
-        why = f"No measured acceptance per rank is beside the drafter ({name} in ranks.json)."
-        fix = "Give decode.tree=FILE, or run: outrider ranks run.dir=..."
+        why = f"No ranks.json with {name} is beside the drafter."
+        fix = "Give decode.tree=FILE, or measure it for a run: outrider ranks run.dir=..."
         raise ConfigError("decode.tree", decode.tree, why, fix)
     table = tables[name].ranks[: decode.depth, : decode.width]
     return best_tree(name, table, decode.nodes)

@@ -43,7 +43,13 @@ from outrider.models.decode.costs.measurement import (
     read_or_measure,
     say_nothing,
 )
-from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
+from outrider.models.decode.costs.round_costs import (
+    ABSORBED_ROWS,
+    PLAIN,
+    DraftShape,
+    MeasuredTimes,
+    chain_shape,
+)
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft
 from outrider.models.decode.request import ActiveRequest
@@ -92,6 +98,7 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
+        self._tables = list[MeasuredTimes]()  # the one in use first
         # by kind, and whether tokens are drawn
         self._acceptance = dict[tuple[str, bool], Acceptance]()
         self._weight = GUESSED  # of the drafter's confidence
@@ -113,10 +120,11 @@ class Auto:
         """Nodes of a tree at most; 0: chains alone, also in rounds that are less deep."""
         return self.budget if self.budget > self.depth else 0
 
-    def largest(self, max_depth: int) -> LargestDraft:
-        """Return the size of the largest draft by a drafter of this depth."""
-        deepest, nodes = min(self.depth, max_depth), self.tree_nodes
-        return LargestDraft(deepest, self.width if nodes else 1, nodes or deepest)
+    def largest(self, max_depth: int, rows: int) -> LargestDraft:
+        """Return the size of the largest draft by a drafter of this depth, in texts of `rows`."""
+        half = max(1, rows // 2 - 1)  # of a short text: the other half is context
+        deepest, nodes = min(self.depth, max_depth, half), min(self.tree_nodes, half)
+        return LargestDraft(deepest, self.width if nodes else 1, max(nodes, deepest))
 
     def default_rule(self, name: str = "auto") -> BoundRule:
         """Return the rule that verifies its chains and its trees; `name` is that of chains."""
@@ -141,7 +149,7 @@ class Auto:
         if target.recurrent or drafter.chains_only:
             self.budget = min(self.budget, self.depth)
         if self._drafter is None or self._drafter.inner is not drafter:
-            self.controller = None  # its costs are those of another drafter
+            self.controller, self._tables = None, []  # its costs are those of another drafter
             self._weight = GUESSED if drafter.calibration is None else CALIBRATED
             self._acceptance.clear()
             self.table = self.table if self._drafter is None else None  # that of another drafter
@@ -154,13 +162,15 @@ class Auto:
         self._device = target.device
         rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
         known = None if self.controller is None else self.controller.costs
-        drafter, largest = self._drafter.inner, self.largest(self._drafter.max_depth)
-        if known is not None and covers(known.times, slots, rows, largest, drafter.bends):
+        drafter, largest = self._drafter.inner, self.largest(self._drafter.max_depth, rows)
+        need = slots, rows, largest
+        fitting = (one for one in self._tables if covers(one, *need, drafter.bends))
+        if (times := next(fitting, None)) is None:
+            times, note = read_or_measure(target, drafter, self.file, *need, self.announce)
+            self.notes += [note] if note else []
+        self._tables = [times, *(one for one in self._tables if one is not times)]
+        if known is not None and times is known.times:
             return
-        times, note = read_or_measure(
-            target, drafter, self.file, slots, rows, largest, self.announce
-        )
-        self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
         costs.factors.new_table()
         self.use_costs(costs)

@@ -1,11 +1,13 @@
-"""The file of a cost table: measured times of a target and a drafter on one machine.
+"""The file of cost tables: measured times of a target and a drafter on one machine.
 
-A run keeps it in `<run.dir>/costs.json`; a published drafter, or one without weights, in the user's
-cache. The file names what its times depend on: processor or GPU, threads, torch, precision, target
-and drafter. Times of anything else are not used: `read_costs` says what differs.
+Each table is for drafts, batches and contexts of some size. A run keeps them in
+`<run.dir>/costs.json`; a published drafter, or one without weights, in the user's cache. The file
+names what its times depend on: processor or GPU, threads, torch, precision, target and drafter.
+Times of anything else are not used: `read_costs` says what differs.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,15 @@ from outrider.models.formats.native import target_fingerprint
 from outrider.models.target.process import processor
 from outrider.models.target.target import Target
 
-FILE, FORMAT = "costs.json", "outrider-costs-3"
+FILE, FORMAT = "costs.json", "outrider-costs-4"
 SHAPE = {"depth, nodes": int, "expanded": [int]}
 ROUND = {"shape": SHAPE, "draft, target, rest": float}
-COSTS = {
-    "format": FORMAT, "setting": {str: str}, "decoded": {str: [ROUND]}, "read": float,
+TABLE = {
+    "decoded": {str: [ROUND]}, "read": float,
     "target": [{", ".join(TARGET_AXES): int, "ms": float}],
     "draft": [{", ".join(DRAFT_AXES): int, "ms": float}],
 }  # fmt: skip
+COSTS = {"format": FORMAT, "setting": {str: str}, "tables": [TABLE]}
 
 
 @dataclass(frozen=True)
@@ -71,28 +74,29 @@ class CostSetting:
         return cache_home() / "costs" / f"{digest[:16]}.json"
 
 
-def write_costs(file: Path, times: MeasuredTimes, setting: CostSetting) -> None:
-    """Write a cost table.
+def write_costs(file: Path, tables: Sequence[MeasuredTimes], setting: CostSetting) -> None:
+    """Write cost tables.
 
     Raises:
         DiskFull, UnusablePlace: as `files.write`.
     """
-    write_json(file, {"format": FORMAT, "setting": vars(setting), **times.fields()})
+    content = [times.fields() for times in tables]
+    write_json(file, {"format": FORMAT, "setting": vars(setting), "tables": content})
 
 
-def read_costs(file: Path, setting: CostSetting) -> tuple[MeasuredTimes | None, str]:
-    """Return the cost table of a file, or None and why it is not used; "" without a file."""
+def read_costs(file: Path, setting: CostSetting) -> tuple[list[MeasuredTimes], str]:
+    """Return the cost tables of a file, or none and why they are not used; "" without a file."""
     if not file.is_file():
-        return None, ""
+        return [], ""
     try:
         content = read_object(file, "It is measured again.", COSTS)
         differences = _differences(content["setting"], setting)
         if differences:
-            return None, f"{file} differs in {differences}"
-        return MeasuredTimes.from_fields(setting.name, content), ""
+            return [], f"{file} differs in {differences}"
+        return [MeasuredTimes.from_fields(setting.name, one) for one in content["tables"]], ""
     except (CorruptFile, ValueError) as error:
         why = str(error).splitlines()[0].rstrip(".")
-        return None, why if str(file) in why else f"{file}: {why}"
+        return [], why if str(file) in why else f"{file}: {why}"
 
 
 def _differences(known: dict[str, Any], setting: CostSetting) -> str:

@@ -19,13 +19,14 @@ from outrider.models.drafting.drafter import Drafter
 from outrider.models.target.target import Target
 
 REPEATS, SECONDS = 15, 6.0  # of each set of forwards: fewer repetitions if they take longer
-SHORT = 64  # rows of the short context
+SHORT = 64  # rows of the short context, or half of the long one
 # tokens of a forward: those of a chain one by one, since kernels work on several rows at once (on
 # one processor 8 take less than 7, and 9 much more)
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated
 LEAST_TOKENS = 9  # timed of each prompt even where these exceed BATCH_ROWS: an ordinary chain
-BEYOND = 2  # times the largest measured context or batch, up to which times are extrapolated
+BEYOND = 2  # times the longest of several measured contexts, up to which times are extrapolated
+MOST_TABLES = 8  # in a file
 
 Announce = Callable[[str], object]
 
@@ -55,11 +56,7 @@ class LargestDraft(NamedTuple):
         """Return the most tokens that are timed of each prompt of a batch, the root included."""
         return min(self.nodes + 1, max(LEAST_TOKENS, BATCH_ROWS // slots))
 
-    def joined(self, other: "LargestDraft") -> "LargestDraft":
-        """Return the size of a draft that is as large as both."""
-        return LargestDraft(*map(max, self, other))
-
-    def points(self, bends: Sequence[int], slots: int) -> "TimedPoints":
+    def points(self, bends: Sequence[int], slots: int) -> TimedPoints:
         """Return what is timed for batches of up to so many requests.
 
         Args:
@@ -94,16 +91,32 @@ def covers(
     drafted = drafted and all(one in depths for one in bends if one < largest.depth)
     # of a larger batch fewer tokens are timed, and not more of them for a smaller one
     verified = known.nodes + 1 >= largest.tokens(batches[-1])
-    return drafted and verified and batches[-1] >= slots and BEYOND * contexts[-1] >= rows
+    batched = batches[0] == 1 and batches[-1] >= slots
+    return drafted and verified and batched and contexts[0] <= SHORT and _most_rows(times) >= rows
 
 
-def supersedes(times: MeasuredTimes, known: MeasuredTimes | None, drafter: Drafter) -> bool:
-    """Return whether times may be used wherever other times of this drafter may be."""
-    if known is None:
-        return True
-    batches, contexts = known.target.axes["batch"], known.target.axes["context"]
-    largest = LargestDraft.of(known)
-    return covers(times, batches[-1], BEYOND * contexts[-1], largest, drafter.bends)
+def _most_rows(times: MeasuredTimes) -> int:
+    """Return the longest text that a table may be used for."""
+    contexts = times.target.axes["context"]
+    return contexts[-1] * (BEYOND if len(contexts) > 1 else 1)
+
+
+def keep_costs(
+    file: Path, times: MeasuredTimes, known: Sequence[MeasuredTimes], setting: CostSetting
+) -> None:
+    """Write a table and those of the others that it does not replace, the newest first.
+
+    Raises:
+        DiskFull, UnusablePlace: as `files.write`.
+    """
+    others = [one for one in known if not _replaces(times, one)]
+    write_costs(file, [times, *others][:MOST_TABLES], setting)
+
+
+def _replaces(times: MeasuredTimes, old: MeasuredTimes) -> bool:
+    """Return whether a table may be used wherever an older one may be."""
+    slots, depths = old.target.axes["batch"][-1], old.draft.axes["depth"]
+    return covers(times, slots, _most_rows(old), LargestDraft.of(old), depths)
 
 
 def read_or_measure(
@@ -117,30 +130,24 @@ def read_or_measure(
 ) -> tuple[MeasuredTimes, str]:
     """Return the times of a file, or measure and keep them there; and a sentence for the user.
 
-    Drafts of all sizes in the file are measured again, so that sizes that are used by turns are
-    not measured by turns.
-
     Args:
         file: None: in the user's cache.
         announce: called with a sentence before anything is measured.
     """
     setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
-    times, why = read_costs(file, setting)
-    if times is not None:
+    known, why = read_costs(file, setting)
+    for times in known:
         if covers(times, slots, rows, largest, drafter.bends):
             return times, ""
-        largest = largest.joined(LargestDraft.of(times))
-    sets = 2 * len(_contexts(target, rows, largest)) * len(_batches(slots))
-    announce(
-        f"measuring the costs of rounds, once; for most targets less than {sets * SECONDS:.0f} s"
-    )
+    sets = 2 * len(_contexts(target, rows, largest, slots)) * len(_batches(slots))
+    announce(f"measuring the costs of rounds; for most targets less than {sets * SECONDS:.0f} s")
     start = time.perf_counter()
     times = _measure(target, drafter, setting.name, slots, rows, largest)
     seconds = f"costs of rounds measured in {time.perf_counter() - start:.1f} s"
     place = ""
     with suppress(RunError):  # a folder that cannot be written: measured again next time
-        write_costs(file, times, setting)
+        keep_costs(file, times, known, setting)
         place = ", which replace it" if why else f", kept in {file}"
     return times, f"{why}; {seconds}{place}" if why else f"{seconds}{place}"
 
@@ -154,13 +161,14 @@ def _measure(
     largest: LargestDraft,
 ) -> MeasuredTimes:
     tokens, depths, widths = largest.points(drafter.bends, slots)
-    grid = Grid(depths, widths, (), _batches(slots), _contexts(target, rows, largest))
+    grid = Grid(depths, widths, (), _batches(slots), _contexts(target, rows, largest, slots))
     return measure_forwards(target, drafter, name, tokens, grid, REPEATS, seconds=SECONDS)
 
 
-def _contexts(target: Target, rows: int, largest: LargestDraft) -> list[int]:
-    longest = max(1, min(rows, target.shape().max_positions - largest.nodes - 1))
-    return sorted({min(SHORT, longest), longest})
+def _contexts(target: Target, rows: int, largest: LargestDraft, slots: int) -> list[int]:
+    new = max(largest.tokens(slots), largest.depth)
+    longest = max(1, min(rows, target.shape().max_positions - new))
+    return sorted({min(SHORT, max(1, longest // 2)), longest})
 
 
 def _batches(slots: int) -> list[int]:
