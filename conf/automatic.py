@@ -21,7 +21,7 @@ def automatic_depth(policy: str, nodes: object = None) -> int:
     """Return the depth of a policy's drafts if the drafter's is at least as large.
 
     Args:
-        nodes: of its trees, if the setting is valid; a path has no more of them.
+        nodes: of its trees at most; anything but a positive integer is ignored.
     """
     depth = DEPTHS.get(policy, TREE_DEPTH)
     if policy == "chain" or not isinstance(nodes, int) or nodes < 1:

@@ -1,4 +1,4 @@
-"""Draft policies with the cost table of a drafter."""
+"""Draft policies with the cost tables of a drafter."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def policy_beside(
     tables: Tables | None = None,
     announce: Announce = say_nothing,
 ) -> Policy:
-    """Return the policy of `decode`; that of decode=auto keeps its cost table with the drafter.
+    """Return the policy of `decode`; that of decode=auto keeps its cost tables with the drafter.
 
     Args:
         drafter: its folder. costs.json is beside a run's own `drafter/`; of other folders, and

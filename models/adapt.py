@@ -6,8 +6,8 @@
                      AdamW; AdamW with ZeRO, and with a torch without Muon
     data.max_length  256 for data=tiny, else 1024, and not more than the target's positions
     decode.depth     3 for a chain, 8 for opt_tree, best_first_tree and auto, else 4, and not
-                     more than the drafter can or, in a tree, decode.nodes; drafter.depths for a
-                     drafter without weights
+                     more than the drafter can, and in a tree not more than decode.nodes;
+                     drafter.depths for a drafter without weights
     drafter.*        a setting with its default, where it would contradict one that is given
                      (`automatic.adjust`)
     decode.confidence  of a chain: 0; adaptive for a drafter whose draft tokens run through most of

@@ -42,6 +42,7 @@ from outrider.models.decode.engine import Engine
 from tests import tiny
 
 CHAIN = DraftShape(2, 2, (1, 1))
+NO_TIME = DecodedRound(CHAIN, 0.0, 0.0, 0.0).fields()
 TIMES = MeasuredTimes(
     "here",
     TimeGrid({"tokens": (1, 9), "batch": (1, 4), "context": (64, 256)},
@@ -78,8 +79,9 @@ def without(name: str) -> Damage:
     return lambda content: {key: value for key, value in content.items() if key != name}
 
 
-def with_first_ms(value: object) -> Damage:
-    return lambda table: {**table, "target": [{**table["target"][0], "ms": value}]}
+def with_first(grid: str, **changes: object) -> Damage:
+    """Return damage after which a grid has one point, with other values."""
+    return lambda table: {**table, grid: [{**table[grid][0], **changes}]}
 
 
 def second(damage: Damage) -> Damage:
@@ -96,10 +98,12 @@ def second(damage: Damage) -> Damage:
         without("setting"), without("tables"), lambda content: [content],
         lambda content: {**content, "format": "x"}, lambda content: {**content, "tables": "here"},
         *map(second, (
-            without("target"), without("read"), with_first_ms(0.0), with_first_ms(-1.0),
-            with_first_ms("fast"), lambda table: {**table, "target": []}, lambda table: [table],
+            without("target"), without("read"), with_first("target", ms=0.0),
+            with_first("target", ms=-1.0), with_first("target", ms="fast"),
+            lambda table: {**table, "target": []}, lambda table: [table],
             lambda table: {**table, "draft": table["draft"][1:]},
-            lambda table: {**table, "decoded": {"many": []}},
+            lambda table: {**table, "decoded": {"many": []}}, with_first("target", batch=0),
+            with_first("draft", depth=0), lambda table: {**table, "decoded": {"1": [NO_TIME]}},
         )),
     ],
 )  # fmt: skip
@@ -294,18 +298,45 @@ def test_a_table_of_large_settings_alone_does_not_cover_small_ones(
 
 def test_a_table_replaces_those_that_it_covers(tmp_path: Path) -> None:
     def kept(new: MeasuredTimes) -> list[bool]:
-        keep_costs(file, new, old, SETTING)
+        write_costs(file, old, SETTING)
+        keep_costs(file, new, SETTING)
         tables = read_costs(file, SETTING)[0]
         assert tables[0].target == new.target
         return [one.target in [table.target for table in tables[1:]] for one in old]
 
     file = tmp_path / "costs.json"
-    old = [grid_of([1], [64, 256]), grid_of([1, 4], [64, 128]), grid_of([16], [2000])]
+    old = [grid_of([1], [64, 256]), grid_of([1, 4], [64, 128]), grid_of([1, 2], [64, 1000])]
     assert kept(grid_of([1, 4], [64, 256])) == [False, False, True]
     assert kept(grid_of([1, 2], [64, 512])) == [False, True, True]
     assert kept(grid_of([1, 4], [64, 256], (1, 5))) == [True, True, True], "fewer tokens"
-    keep_costs(file, TIMES, [grid_of([1], [64, 64 * n]) for n in range(9, 30)], SETTING)
+    for rows in range(9, 30):
+        keep_costs(file, grid_of([1], [64, 64 * rows], range(1, 40 - rows)), SETTING)
     assert len(read_costs(file, SETTING)[0]) == MOST_TABLES
+
+
+def test_a_table_that_cannot_be_used_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    keep_costs(file, TIMES, SETTING)
+    for batches, contexts in (([4], [64, 256]), ([1, 4], [128, 256])):
+        keep_costs(file, grid_of(batches, contexts), SETTING)
+    assert read_costs(file, SETTING) == ([replace(TIMES, name=SETTING.name)], "")
+
+
+def test_of_two_tables_that_cover_a_need_the_finer_one_is_read(tmp_path: Path) -> None:
+    """One that was measured for single requests times more tokens of each."""
+    need = 64, LargestDraft(2, 2, 31)
+    assert measured(tmp_path, [(1, *need), (16, *need)]) == "mm"
+    target, file = tiny.target(), tmp_path / "costs.json"
+    for slots, tokens in ((1, 32), (16, 9)):
+        drafter = tiny.drafter("medusa", target).eval()
+        times, note = read_or_measure(target, drafter, file, slots, *need)
+        assert (times.target.axes["tokens"][-1], note) == (tokens, "")
+
+
+def test_where_no_file_can_be_written_the_process_holds_the_tables(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").mkdir()
+    needs = [(slots, 30, LargestDraft(2, 1, 2)) for slots in (1, 3, 1, 2)]
+    assert measured(tmp_path, needs) == "mm.."
 
 
 def measured(tmp_path: Path, needs: Sequence[tuple[int, int, LargestDraft]]) -> str:

@@ -134,10 +134,10 @@ def test_costs_are_kept_with_the_run_of_another_drafter(
     workspace: Path, loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    for name in ("run", "run/drafter"):
-        changes = {"dir": str(tmp_path / "report"), "drafter": str(workspace / name), "limit": 1}
-        measured(workspace, loaded, "auto", **changes)
-        (workspace / "run" / "costs.json").unlink()
+    folder = workspace / "run" / "drafter"
+    changes: dict[str, Any] = {"dir": str(tmp_path / "report"), "drafter": str(folder)}
+    measured(workspace, loaded, "auto", limit=1, **changes)
+    (workspace / "run" / "costs.json").unlink()
 
 
 def reports(workspace: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

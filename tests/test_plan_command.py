@@ -101,7 +101,8 @@ def test_automatic_drafts_decide_with_the_times_of_a_plan(
     run: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned(run, "plan.contexts=[8,64]")
-    assert "decode=auto decides with these times" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "decode=auto decides with these times, up to 128 tokens." in printed
     times, notes = costs_of(run, 2, 64)
     assert notes == []
     assert times.target.axes["context"] == (8, 64)
@@ -111,7 +112,7 @@ def test_automatic_drafts_decide_with_the_times_of_a_plan(
 def test_automatic_drafts_do_not_decide_with_other_times(
     run: Config, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
-    """Texts of 128 tokens need times at 64 or more and at less, and those of one request."""
+    """Texts of 128 tokens need two contexts, the longer one of 64 or more, and single requests."""
     planned(run, "plan.contexts=[8,64]", word)
     assert "decode=auto" not in capsys.readouterr().out
     _, (note,) = costs_of(run, 1, 64)

@@ -34,9 +34,9 @@ from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models import drafters
 from outrider.models.decode.auto.policy import LEAST_ROWS, Auto
-from outrider.models.decode.costs.cost_table import FILE, CostSetting, read_costs
+from outrider.models.decode.costs.cost_table import FILE, CostSetting
 from outrider.models.decode.costs.forward_times import measure_forwards
-from outrider.models.decode.costs.measurement import LargestDraft, covers, keep_costs
+from outrider.models.decode.costs.measurement import LargestDraft, covers, keep_costs, most_rows
 from outrider.models.decode.costs.round_costs import DecodedRound, DraftShape, Grid, MeasuredTimes
 from outrider.models.decode.engine import Engine
 from outrider.models.decode.from_config import sampling_of
@@ -104,10 +104,11 @@ class PlanStudy:
     """Measurements of one checkpoint on some prompts.
 
     Attributes:
-        shared: decode=auto decides with the times of the plan, where it decodes one request.
+        shared: the longest text in which decode=auto, by default, decides with the times of the
+            plan; 0: it measures its own.
     """
 
-    shared = False
+    shared = 0
 
     def __init__(
         self, config: Config, options: PlanConfig, loaded: LoadedTarget, drafter: Drafter
@@ -181,11 +182,12 @@ class PlanStudy:
         ]
 
     def _keep(self, times: MeasuredTimes) -> None:
-        """Keep the times in the run's cost tables."""
+        """Keep the times in the run's cost tables, if they can be written."""
         file, setting = Path(self.config.run.dir) / FILE, CostSetting.of(self.target, self.drafter)
-        keep_costs(file, times, read_costs(file, setting)[0], setting)
+        keep_costs(file, times, setting)
         rows, largest = self._automatic()
-        self.shared = covers(times, 1, rows, largest, self.drafter.bends)
+        if covers(times, 1, rows, largest, self.drafter.bends):
+            self.shared = min(most_rows(times), self.target.shape().max_positions)
 
     def _automatic(self) -> tuple[int, LargestDraft]:
         """Return the shortest texts and the largest draft that decode=auto needs times of."""
@@ -227,7 +229,7 @@ class PlanStudy:
             shape, cost = DraftShape.of(paths), runs.parts(batch, paths)
             alone = times.forwards_only(shape, batch, context)
             draft = cost.draft / alone.draft if shape.depth else 1.0
-            rounds = DecodedRound(shape, draft, cost.target / alone.target, cost.rest)
+            rounds = DecodedRound(shape, draft, cost.target / alone.target, max(0.0, cost.rest))
             decoded[batch].append(rounds)
         return decoded
 

@@ -49,14 +49,14 @@ def print_plan(
     checks: Sequence["Check"] = (),
     words: str = "",
     in_full: bool = False,
-    shared: bool = False,
+    shared: int = 0,
 ) -> None:
     """Print the best draft of each setting in at most 15 lines.
 
     Args:
         words: of the command line, for the command that decodes with the best draft.
         in_full: every draft, check, definition and assumption, too.
-        shared: decode=auto decides with the same times.
+        shared: the longest text in which decode=auto decides with the same times.
     """
     verdict, command = _verdict(plan, words, shared)
     console.print(verdict, style="bold")
@@ -88,9 +88,9 @@ def print_plan(
         console.print(f"- {sentence}", style="dim")
 
 
-def _verdict(plan: Plan, words: str, shared: bool) -> tuple[str, str]:
+def _verdict(plan: Plan, words: str, shared: int) -> tuple[str, str]:
     """Return the best draft of the first setting with its speedup, and how to decode with it."""
-    also = " decode=auto decides with these times." if shared else ""
+    also = f" decode=auto decides with these times, up to {shared:,} tokens." if shared else ""
     best = plan.recommended[0]
     setting = f"at batch {best.batch}, context {best.context}, on {plan.name}"
     if not best.depth:

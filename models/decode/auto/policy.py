@@ -73,7 +73,7 @@ class Auto:
         draft: kind of draft tokens of chains above temperature 0; those of trees are the top-k, or
             coupled too.
         eps: share of the seconds of plain decoding that speculation may cost.
-        file: of the cost table; None: in the user's cache.
+        file: of the cost tables; None: in the user's cache.
         first_plain: plain rounds of each size of the batch before its first draft, which measure
             plain decoding.
         table: measured acceptance of the drafter, which estimates begin with.
@@ -157,7 +157,7 @@ class Auto:
         return self._drafter
 
     def prepare(self, target: Target, slots: int, rows: int) -> None:
-        """Read the cost table for batches of `slots` requests of `rows` rows, or measure it."""
+        """Read a cost table for batches of `slots` requests of `rows` rows, or measure it."""
         assert self._drafter is not None, "the engine wraps the drafter first"
         self._device = target.device
         rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)

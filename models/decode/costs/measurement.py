@@ -7,7 +7,6 @@ the rest (`live_costs.py`).
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +24,11 @@ SHORT = 64  # rows of the short context, or half of the long one
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 BATCH_ROWS = 64  # verified rows of all prompts together, beyond which times are extrapolated
 LEAST_TOKENS = 9  # timed of each prompt even where these exceed BATCH_ROWS: an ordinary chain
-BEYOND = 2  # times the longest of several measured contexts, up to which times are extrapolated
+BEYOND = 2  # by which a text may exceed the longest of several measured contexts
 MOST_TABLES = 8  # in a file
 
+# tables of files that cannot be written
+HELD: dict[tuple[Path, CostSetting], list[MeasuredTimes]] = {}
 Announce = Callable[[str], object]
 
 
@@ -85,38 +86,62 @@ def covers(
     Args:
         bends: of the drafter.
     """
-    batches, contexts = times.target.axes["batch"], times.target.axes["context"]
-    known, depths = LargestDraft.of(times), times.draft.axes["depth"]
+    batches, known = times.target.axes["batch"], LargestDraft.of(times)
     drafted = known.depth >= largest.depth and known.width >= largest.width
+    depths = times.draft.axes["depth"]
     drafted = drafted and all(one in depths for one in bends if one < largest.depth)
     # of a larger batch fewer tokens are timed, and not more of them for a smaller one
     verified = known.nodes + 1 >= largest.tokens(batches[-1])
-    batched = batches[0] == 1 and batches[-1] >= slots
-    return drafted and verified and batched and contexts[0] <= SHORT and _most_rows(times) >= rows
+    return (
+        _is_usable(times)
+        and drafted
+        and verified
+        and batches[-1] >= slots
+        and most_rows(times) >= rows
+    )
 
 
-def _most_rows(times: MeasuredTimes) -> int:
-    """Return the longest text that a table may be used for."""
+def _is_usable(times: MeasuredTimes) -> bool:
+    """Return whether times are known of single requests and short contexts.
+
+    An axis of one point is constant: a round of one request would take the time of a batch.
+    """
+    return times.target.axes["batch"][0] == 1 and times.target.axes["context"][0] <= SHORT
+
+
+def most_rows(times: MeasuredTimes) -> int:
+    """Return the longest text that times may be used for."""
     contexts = times.target.axes["context"]
     return contexts[-1] * (BEYOND if len(contexts) > 1 else 1)
 
 
-def keep_costs(
-    file: Path, times: MeasuredTimes, known: Sequence[MeasuredTimes], setting: CostSetting
-) -> None:
-    """Write a table and those of the others that it does not replace, the newest first.
+def keep_costs(file: Path, times: MeasuredTimes, setting: CostSetting) -> bool:
+    """Add a table to a file; return whether the file could be written.
 
-    Raises:
-        DiskFull, UnusablePlace: as `files.write`.
+    The file keeps the newest MOST_TABLES, without those that this one replaces, and none that
+    cannot be used. Where it cannot be written, the table is held for this process.
     """
-    others = [one for one in known if not _replaces(times, one)]
-    write_costs(file, [times, *others][:MOST_TABLES], setting)
+    others = [one for one in _known(file, setting)[0] if not _replaces(times, one)]
+    tables = list(filter(_is_usable, [times, *others]))[:MOST_TABLES]
+    try:
+        write_costs(file, tables, setting)
+    except RunError:
+        HELD[file, setting] = tables
+        return False
+    return True
+
+
+def _known(file: Path, setting: CostSetting) -> tuple[list[MeasuredTimes], str]:
+    tables, why = read_costs(file, setting)
+    return [*tables, *HELD.get((file, setting), [])], why
 
 
 def _replaces(times: MeasuredTimes, old: MeasuredTimes) -> bool:
-    """Return whether a table may be used wherever an older one may be."""
+    """Return whether a table may be used wherever an older one may be, and times as many tokens."""
     slots, depths = old.target.axes["batch"][-1], old.draft.axes["depth"]
-    return covers(times, slots, _most_rows(old), LargestDraft.of(old), depths)
+    largest = LargestDraft.of(old)
+    as_many = LargestDraft.of(times).nodes >= largest.nodes
+    return as_many and covers(times, slots, most_rows(old), largest, depths)
 
 
 def read_or_measure(
@@ -136,19 +161,18 @@ def read_or_measure(
     """
     setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
-    known, why = read_costs(file, setting)
-    for times in known:
-        if covers(times, slots, rows, largest, drafter.bends):
-            return times, ""
+    known, why = _known(file, setting)
+    fitting = [one for one in known if covers(one, slots, rows, largest, drafter.bends)]
+    if fitting:
+        return max(fitting, key=lambda one: LargestDraft.of(one).nodes), ""
     sets = 2 * len(_contexts(target, rows, largest, slots)) * len(_batches(slots))
     announce(f"measuring the costs of rounds; for most targets less than {sets * SECONDS:.0f} s")
     start = time.perf_counter()
     times = _measure(target, drafter, setting.name, slots, rows, largest)
     seconds = f"costs of rounds measured in {time.perf_counter() - start:.1f} s"
-    place = ""
-    with suppress(RunError):  # a folder that cannot be written: measured again next time
-        keep_costs(file, times, known, setting)
-        place = ", which replace it" if why else f", kept in {file}"
+    place = ", which replace it" if why else f", kept in {file}"
+    if not keep_costs(file, times, setting):
+        place = ""
     return times, f"{why}; {seconds}{place}" if why else f"{seconds}{place}"
 
 

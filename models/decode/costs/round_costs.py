@@ -58,12 +58,13 @@ class TimeGrid:
         """Return the grid that `fields` describes.
 
         Raises:
-            ValueError: there is no point, a combination of the points is missing, or a time is
-                not positive.
+            ValueError: there is no point, a combination of the points is missing, or a point or
+                a time is not positive.
         """
         ms = {tuple(int(row[name]) for name in axes): float(row["ms"]) for row in rows}
         points = {name: tuple(sorted({at[i] for at in ms})) for i, name in enumerate(axes)}
-        if not ms or len(ms) != math.prod(map(len, points.values())) or min(ms.values()) <= 0:
+        complete = ms and len(ms) == math.prod(map(len, points.values()))
+        if not complete or min(ms.values()) <= 0 or min(map(min, points.values())) < 1:
             raise ValueError(f"the times over {', '.join(axes)} are not a grid")
         return cls(points, ms)
 
@@ -153,6 +154,8 @@ class DecodedRound(NamedTuple):
         """Return the round that `fields` describes."""
         depth, nodes, expanded = (row["shape"][key] for key in SHAPE_KEYS)
         others: list[Any] = [row.get(name) for name in cls._fields[1:]]
+        if min(others) < 0 or row["target"] == 0:
+            raise ValueError("a decoded round takes no time")
         return cls(DraftShape(depth, nodes, tuple(expanded)), *others)
 
 
