@@ -205,23 +205,23 @@ def test_a_decoder_announces_by_what_was_set_last(
 ) -> None:
     """A policy is kept; a larger batch is measured later."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    said, decoder = list[str](), Decoder.from_pretrained("tiny", "suffix", policy="auto")
+    announced, decoder = list[str](), Decoder.from_pretrained("tiny", "suffix", policy="auto")
     decoder.generate("a b a b", 3)
-    decoder.announce = said.append
+    decoder.announce = announced.append
     decoder.generate("a b a b", 3)
-    assert said == []
+    assert announced == []
     decoder.generate_batch(["a b a b"] * 2, 3, batch=2)
-    assert len(said) == 1
+    assert len(announced) == 1
 
 
 def test_a_server_says_that_costs_are_measured() -> None:
-    said = list[str]()
+    announced = list[str]()
     _, decode = parse_policy_at_temperature("auto@0")
-    settings = RequestSettings(decode, None, 64, announce=said.append)
+    settings = RequestSettings(decode, None, 64, announce=announced.append)
     policy = settings(Parameters(), 0).policy
     assert isinstance(policy, Auto)
     policy.announce("once")
-    assert said == ["once"]
+    assert announced == ["once"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

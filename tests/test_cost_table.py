@@ -39,6 +39,8 @@ from outrider.models.decode.costs.round_costs import (
     chain_shape,
 )
 from outrider.models.decode.engine import Engine
+from outrider.models.drafting.drafter import Drafter
+from outrider.models.target.target import Target
 from tests import tiny
 
 CHAIN = DraftShape(2, 2, (1, 1))
@@ -329,7 +331,8 @@ def test_of_two_tables_that_cover_a_need_the_finer_one_is_read(tmp_path: Path) -
     target, file = tiny.target(), tmp_path / "costs.json"
     for slots, tokens in ((1, 32), (16, 9)):
         drafter = tiny.drafter("medusa", target).eval()
-        times, note = read_or_measure(target, drafter, file, slots, *need)
+        setting = CostSetting.of(target, drafter)
+        times, note = read_or_measure(target, drafter, setting, file, slots, *need)
         assert (times.target.axes["tokens"][-1], note) == (tokens, "")
 
 
@@ -344,7 +347,7 @@ def measured(tmp_path: Path, needs: Sequence[tuple[int, int, LargestDraft]]) -> 
     target, file = tiny.target(), tmp_path / "costs.json"
     drafter, notes = tiny.drafter("medusa", target).eval(), []
     for need in needs:
-        times, note = read_or_measure(target, drafter, file, *need)
+        times, note = read_or_measure(target, drafter, CostSetting.of(target, drafter), file, *need)
         assert measurement.covers(times, *need, drafter.bends)
         notes.append(note)
     return "".join("m" if note else "." for note in notes)
@@ -375,23 +378,27 @@ def test_a_text_of_few_rows_is_measured_once(positions: int, tmp_path: Path) -> 
     assert len(auto.notes) == 1
 
 
-def test_settings_by_turns_are_read_once_in_a_process(
+def test_weights_are_hashed_once_for_settings_by_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, calls = tiny.target(), []
+    target, drafters = tiny.target(), list[Drafter]()
     auto = Auto(depth=2, budget=2, file=tmp_path / "costs.json")
-    drafter = tiny.drafter("medusa", target).eval()
+    medusa, eagle = (tiny.drafter(name, target).eval() for name in ("medusa", "eagle3"))
+    real = CostSetting.of
 
-    def counted(*of: Any) -> tuple[MeasuredTimes, str]:
-        calls.append(of[3:5])
-        return read_or_measure(*of)
+    def counted(of: Target, drafter: Drafter) -> CostSetting:
+        drafters.append(drafter)
+        return real(of, drafter)
 
-    monkeypatch.setattr(policy, "read_or_measure", counted)
-    auto.wrap(drafter, target)
-    for need in ((1, 128), (3, 64), (1, 128), (3, 64), (2, 64)):
-        monkeypatch.setattr(policy, "LEAST_ROWS", need[1])
-        auto.prepare(target, *need)
-    assert calls == [(1, 128), (3, 64)]
+    monkeypatch.setattr(CostSetting, "of", counted)
+    for drafter, slots, rows in (
+        (medusa, 1, 128), (medusa, 3, 30), (medusa, 1, 128), (medusa, 3, 30), (eagle, 3, 30),
+    ):  # fmt: skip
+        monkeypatch.setattr(policy, "LEAST_ROWS", rows)
+        auto.wrap(drafter, target)
+        auto.prepare(target, slots, rows)
+    assert drafters == [medusa, eagle]
+    assert len(auto.notes) == 3
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.005 + JUMP_SECONDS + 0.001])

@@ -134,10 +134,11 @@ def test_costs_are_kept_with_the_run_of_another_drafter(
     workspace: Path, loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    folder = workspace / "run" / "drafter"
+    folder, costs = workspace / "run" / "drafter", workspace / "run" / "costs.json"
+    costs.unlink(missing_ok=True)
     changes: dict[str, Any] = {"dir": str(tmp_path / "report"), "drafter": str(folder)}
     measured(workspace, loaded, "auto", limit=1, **changes)
-    (workspace / "run" / "costs.json").unlink()
+    assert costs.is_file()
 
 
 def reports(workspace: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -18,6 +18,7 @@ from outrider.eval.rank_tables import FORMAT, tables_of
 from outrider.launch.cli import main
 from outrider.models import drafters
 from outrider.models.decode.auto.policy import Auto
+from outrider.models.decode.costs.cost_table import CostSetting
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import LargestDraft, covers, read_or_measure
 from outrider.models.decode.draft_context import DraftContext
@@ -339,7 +340,8 @@ def test_costs_are_measured_where_the_trained_drafter_ends(
     target, _, trained = tiny.half_trained("eagle3", "llama")
     drafter = combine(monkeypatch, target, trained, levels=3, depths=8)
     largest = LargestDraft(8, 1, 8)
-    times, _ = read_or_measure(target, drafter, tmp_path / "costs.json", 1, 64, largest)
+    setting, file = CostSetting.of(target, drafter), tmp_path / "costs.json"
+    times, _ = read_or_measure(target, drafter, setting, file, 1, 64, largest)
     assert times.draft.axes["depth"] == (1, 2, 3, 8)
     assert covers(times, 1, 64, largest, drafter.bends)
     assert not covers(times, 1, 64, largest, (4,))

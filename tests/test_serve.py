@@ -114,8 +114,8 @@ def test_the_command_measures_costs_before_it_serves(
     console = Console(file=StringIO(), width=200)
     assert serve(load_published(words, report=False), ServeConfig(port=0, batch=1), console) == 0
     assert isinstance(console.file, StringIO)
-    said = ["measuring the costs of rounds", "costs of rounds measured", " at http", "running"]
-    places = [console.file.getvalue().index(text) for text in said]
+    printed = ["measuring the costs of rounds", "costs of rounds measured", " at http", "running"]
+    places = [console.file.getvalue().index(text) for text in printed]
     assert places == sorted(places)
 
 

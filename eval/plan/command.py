@@ -33,7 +33,7 @@ from outrider.eval.plan.show import Check, print_plan, write_plan
 from outrider.eval.plan.surface import Plan, draft_trees, make_plan
 from outrider.eval.rank_tables import rank_table
 from outrider.models import drafters
-from outrider.models.decode.auto.policy import LEAST_ROWS, Auto
+from outrider.models.decode.auto.policy import Auto
 from outrider.models.decode.costs.cost_table import FILE, CostSetting
 from outrider.models.decode.costs.forward_times import measure_forwards
 from outrider.models.decode.costs.measurement import LargestDraft, covers, keep_costs, most_rows
@@ -185,15 +185,13 @@ class PlanStudy:
         """Keep the times in the run's cost tables, if they can be written."""
         file, setting = Path(self.config.run.dir) / FILE, CostSetting.of(self.target, self.drafter)
         keep_costs(file, times, setting)
-        rows, largest = self._automatic()
-        if covers(times, 1, rows, largest, self.drafter.bends):
+        if covers(times, *self._need_of_auto(), self.drafter.bends):
             self.shared = min(most_rows(times), self.target.shape().max_positions)
 
-    def _automatic(self) -> tuple[int, LargestDraft]:
-        """Return the shortest texts and the largest draft that decode=auto needs times of."""
-        auto, rows = Auto(), min(LEAST_ROWS, self.target.shape().max_positions)
+    def _need_of_auto(self) -> tuple[int, int, LargestDraft]:
+        auto = Auto()
         auto.wrap(self.drafter, self.target)
-        return rows, auto.largest(self.drafter.max_depth, rows)
+        return auto.need(self.target)
 
     def _settings_to_check(self, settings: list[tuple[int, Paths]]) -> list[tuple[int, Paths]]:
         """Return `options.check` of the settings, from much work per token to little."""
@@ -206,8 +204,8 @@ class PlanStudy:
         self, shapes: Sequence[DraftShape], grid: Grid, reporter: Reporter
     ) -> MeasuredTimes:
         """Time target and drafter forwards outside decoding, those of decode=auto too."""
-        name = CostSetting.of(self.target, self.drafter).name
-        also = self._automatic()[1].points(self.drafter.bends, max(grid.batches))
+        name, (*_, largest) = CostSetting.of(self.target, self.drafter).name, self._need_of_auto()
+        also = largest.points(self.drafter.bends, max(grid.batches))
         room = self.target.shape().max_positions - max(grid.contexts)
         tokens = [n for n in also.tokens if n <= room] + [1 + shape.nodes for shape in shapes]
         widest = math.ceil(max(shape.width for shape in shapes))

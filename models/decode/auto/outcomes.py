@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.models.decode.acceptance import AFRESH, RANKS, RequestAcceptance
 from outrider.models.decode.auto.choice import Choice, describe
 from outrider.models.decode.auto.tree_growth import RootRow
+from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.round_costs import PLAIN, DraftShape, chain_shape
 from outrider.models.decode.request import ACCEPTED, ActiveRequest
 from outrider.models.drafting.vocab import DraftVocab
@@ -92,6 +93,21 @@ class Round:
         if not self.verified.nodes:
             return "plain"
         return f"tree {self.verified.nodes}" if self.is_tree else describe(self.verified)
+
+    def set_table(self, costs: LiveCosts, length: int) -> None:
+        """Set `table` and `levels`, at a mean length of the texts."""
+        self.table = self._table_seconds(costs, length, self.shape, self.verified)
+        if self.kind == "chain":
+            first = chain_shape(1), chain_shape(min(1, self.verified.depth))
+            self.levels = self.table - self._table_seconds(costs, length, *first)
+
+    def _table_seconds(
+        self, costs: LiveCosts, length: int, drafted: DraftShape, verified: DraftShape
+    ) -> float:
+        """Return the table's seconds of a round that drafts and verifies these shapes."""
+        parts = (costs.table_seconds(s, len(self.requests), length) for s in (drafted, verified))
+        draft, other = (part[i] for i, part in enumerate(parts))
+        return other if self.draft_kind else draft + other
 
     @property
     def is_over(self) -> bool:

@@ -34,6 +34,7 @@ from outrider.models.decode.auto.controller import LAST, PROBE, Controller, Situ
 from outrider.models.decode.auto.deferred import Deferred, DeferredDrafter, PlainRow
 from outrider.models.decode.auto.outcomes import Round
 from outrider.models.decode.auto.tree_growth import TreeGrowth
+from outrider.models.decode.costs.cost_table import CostSetting
 from outrider.models.decode.costs.factors import LOOK_UP
 from outrider.models.decode.costs.live_costs import LiveCosts
 from outrider.models.decode.costs.measurement import (
@@ -43,13 +44,7 @@ from outrider.models.decode.costs.measurement import (
     read_or_measure,
     say_nothing,
 )
-from outrider.models.decode.costs.round_costs import (
-    ABSORBED_ROWS,
-    PLAIN,
-    DraftShape,
-    MeasuredTimes,
-    chain_shape,
-)
+from outrider.models.decode.costs.round_costs import ABSORBED_ROWS, PLAIN, DraftShape, chain_shape
 from outrider.models.decode.draft_context import DraftContext
 from outrider.models.decode.policy import Draft
 from outrider.models.decode.request import ActiveRequest
@@ -98,7 +93,7 @@ class Auto:
             raise ValueError(f"{self}: depth, budget and width are at least 1, eps at least 0")
         check_draft(self.draft)
         self.controller: Controller | None = None
-        self._tables = list[MeasuredTimes]()  # the one in use first
+        self._setting: CostSetting | None = None  # kept, since its hashes of weights take seconds
         # by kind, and whether tokens are drawn
         self._acceptance = dict[tuple[str, bool], Acceptance]()
         self._weight = GUESSED  # of the drafter's confidence
@@ -119,12 +114,6 @@ class Auto:
     def tree_nodes(self) -> int:
         """Nodes of a tree at most; 0: chains alone, also in rounds that are less deep."""
         return self.budget if self.budget > self.depth else 0
-
-    def largest(self, max_depth: int, rows: int) -> LargestDraft:
-        """Return the size of the largest draft by a drafter of this depth, in texts of `rows`."""
-        half = max(1, rows // 2 - 1)  # of a short text: the other half is context
-        deepest, nodes = min(self.depth, max_depth, half), min(self.tree_nodes, half)
-        return LargestDraft(deepest, self.width if nodes else 1, max(nodes, deepest))
 
     def default_rule(self, name: str = "auto") -> BoundRule:
         """Return the rule that verifies its chains and its trees; `name` is that of chains."""
@@ -149,7 +138,7 @@ class Auto:
         if target.recurrent or drafter.chains_only:
             self.budget = min(self.budget, self.depth)
         if self._drafter is None or self._drafter.inner is not drafter:
-            self.controller, self._tables = None, []  # its costs are those of another drafter
+            self.controller = self._setting = None  # its costs are those of another drafter
             self._weight = GUESSED if drafter.calibration is None else CALIBRATED
             self._acceptance.clear()
             self.table = self.table if self._drafter is None else None  # that of another drafter
@@ -159,23 +148,34 @@ class Auto:
     def prepare(self, target: Target, slots: int, rows: int) -> None:
         """Read a cost table for batches of `slots` requests of `rows` rows, or measure it."""
         assert self._drafter is not None, "the engine wraps the drafter first"
-        self._device = target.device
-        rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
+        self._device, drafter = target.device, self._drafter.inner
         known = None if self.controller is None else self.controller.costs
-        drafter, largest = self._drafter.inner, self.largest(self._drafter.max_depth, rows)
-        need = slots, rows, largest
-        fitting = (one for one in self._tables if covers(one, *need, drafter.bends))
-        if (times := next(fitting, None)) is None:
-            times, note = read_or_measure(target, drafter, self.file, *need, self.announce)
-            self.notes += [note] if note else []
-        self._tables = [times, *(one for one in self._tables if one is not times)]
-        if known is not None and times is known.times:
+        _, rows, largest = need = self.need(target, slots, rows)
+        if known is not None and covers(known.times, *need, drafter.bends):
             return
+        self._setting = self._setting or CostSetting.of(target, drafter)
+        times, note = read_or_measure(
+            target, drafter, self._setting, self.file, *need, self.announce
+        )
+        self.notes += [note] if note else []
         costs = LiveCosts(times) if known is None else LiveCosts(times, known.factors)
         costs.factors.new_table()
         self.use_costs(costs)
         longest = costs.seconds(chain_shape(largest.depth), slots, rows).draft
         self._drafter.use_cost(longest / costs.seconds(PLAIN, slots, rows).total)
+
+    def need(self, target: Target, slots: int = 1, rows: int = 0) -> tuple[int, int, LargestDraft]:
+        """Return of which batches, texts and drafts it needs costs, after `wrap`.
+
+        Args:
+            rows: of the texts to decode; longer ones may come.
+        """
+        assert self._drafter is not None, "the engine wraps the drafter first"
+        rows = min(max(rows, LEAST_ROWS), target.shape().max_positions)
+        half = max(1, rows // 2 - 1)  # of a short text: the other half is context
+        deepest = min(self.depth, self._drafter.max_depth, half)
+        nodes = min(self.tree_nodes, half)
+        return slots, rows, LargestDraft(deepest, self.width if nodes else 1, max(nodes, deepest))
 
     def use_costs(self, costs: LiveCosts) -> None:
         """Plan with these costs."""
@@ -285,10 +285,7 @@ class Auto:
 
     def _record(self, control: Controller, last: Round, length: int) -> None:
         """Keep a round until its outcome is known."""
-        last.table = _table_seconds(control.costs, last, length, last.shape, last.verified)
-        if last.kind == "chain":
-            first = chain_shape(1), chain_shape(min(1, last.verified.depth))
-            last.levels = last.table - _table_seconds(control.costs, last, length, *first)
+        last.set_table(control.costs, length)
         label, gain = last.label, last.choice.gain
         for one in last.requests:
             one.out.choices.append(label)
@@ -380,15 +377,6 @@ class Auto:
     def _note_overlaps(self, overlaps: Sequence[Sequence[float]]) -> None:
         if self._round is not None:
             self._round.overlaps = overlaps
-
-
-def _table_seconds(
-    costs: LiveCosts, last: Round, length: int, drafted: DraftShape, verified: DraftShape
-) -> float:
-    """Return the table's seconds of a round that drafts and verifies these shapes."""
-    parts = (costs.table_seconds(s, len(last.requests), length) for s in (drafted, verified))
-    draft, other = (part[i] for i, part in enumerate(parts))
-    return other if last.draft_kind else draft + other
 
 
 def _estimate(one: ActiveRequest, kind: str, shared: Acceptance) -> RequestAcceptance:

@@ -147,6 +147,7 @@ def _replaces(times: MeasuredTimes, old: MeasuredTimes) -> bool:
 def read_or_measure(
     target: Target,
     drafter: Drafter,
+    setting: CostSetting,
     file: Path | None,
     slots: int,
     rows: int,
@@ -159,7 +160,6 @@ def read_or_measure(
         file: None: in the user's cache.
         announce: called with a sentence before anything is measured.
     """
-    setting = CostSetting.of(target, drafter)
     file = setting.cached_file() if file is None else file
     known, why = _known(file, setting)
     fitting = [one for one in known if covers(one, slots, rows, largest, drafter.bends)]
